@@ -19,10 +19,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from pretraining.callbacks import RunReport, TextSample
+from pretraining.callbacks import ProgressLine, RunReport, TextSample
 from pretraining.data import TextDataModule
 from pretraining.lightning_module import CausalLM
-from pretraining.progress import ProgressLine
 
 import lq_lightning  # noqa: F401 - registers the strategy names
 
@@ -93,40 +92,20 @@ def _loggers(root: Path) -> list[CSVLogger | TensorBoardLogger]:
     return loggers
 
 
-def _parser_settings() -> dict[str, Any]:
-    """Describe the program, and keep the list of all options out of error messages."""
-    settings: dict[str, Any] = {"description": __doc__.partition("\n")[0]}
-    for stage in ("fit", "validate", "test", "predict"):
-        settings[stage] = {"usage": f"pretrain.py {stage} --config FILE [--OPTION=VALUE ...]"}
-    return settings
-
-
 def main(args: list[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        args: Its words; ``None`` takes those that the program was started with.
-    """
+    """Run the command line, by default with the words that the program was started with."""
     # Between Lightning 2.6 and torch 2.13; nothing that a user could act on.
     warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec.` is deprecated")
-    run(PretrainCLI, CausalLM, args)
-
-
-def run(cli: type[PretrainCLI], model: type[CausalLM], args: list[str] | None) -> None:
-    """Run the command line of a variant of this program.
-
-    Args:
-        cli: Class that reads the options.
-        model: Class of the LightningModule.
-        args: The words of the command line.
-    """
-    cli(
-        model,
+    settings: dict[str, Any] = {"description": __doc__.partition("\n")[0]}
+    for stage in ("fit", "validate", "test", "predict"):  # no list of all options in errors
+        settings[stage] = {"usage": f"pretrain.py {stage} --config FILE [--OPTION=VALUE ...]"}
+    PretrainCLI(
+        CausalLM,
         TextDataModule,
         seed_everything_default=42,
         auto_configure_optimizers=False,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs=_parser_settings(),
+        parser_kwargs=settings,
         args=args,
     )
 

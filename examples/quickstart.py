@@ -113,13 +113,12 @@ def count_gpus() -> int:
 
 def prepare_text(cache_dir: Path) -> None:
     """Prepare the default text and say what it is."""
-    from pretraining import corpus
+    from pretraining import text
 
     print("[1/3] Preparing text: the Python standard library's own sources", flush=True)
-    text = corpus.prepare(corpus.CorpusSettings(), cache_dir)
+    corpus = text.prepare(text.CorpusSettings(), cache_dir)
     for split in ("train", "val"):
-        megabytes = text.num_bytes[split] / 1e6
-        print(f"      {split}: {text.num_files[split]} files, {megabytes:.1f} MB")
+        print(f"      {split}: {len(corpus.tokens[split]) / 1e6:.1f} MB")
 
 
 def choose_steps(wanted: int, seconds: float, accelerator: str) -> int:

@@ -69,9 +69,8 @@ def test_values_come_back_in_rank_order() -> None:
     assert [v.item() for v in values] == [33.0, 33.0, 33.0]
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_types_of_the_test_file_travel(start_method: str) -> None:
-    boxes = run_ranks(_double, 2, Box(4), backend=None, start_method=start_method)
+def test_types_of_the_test_file_travel() -> None:
+    boxes = run_ranks(_double, 2, Box(4), backend=None)
     assert [b.value for b in boxes] == [8, 9]
     assert isinstance(boxes[0], Box)
 

@@ -1,14 +1,18 @@
-"""Callbacks of the example: the running numbers, the report with its plot, and a text sample."""
+"""Callbacks of the example: lines of progress, the report with its plot, and a text sample."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -17,21 +21,74 @@ from torch import Tensor
 from pretraining import report
 from pretraining.data import TextDataModule
 from pretraining.lightning_module import CausalLM
-from pretraining.text import Tokenizer
 
 _WARMUP_BATCHES = 3  # the first ones gather in full precision, allocate and compile
+
+
+class ProgressLine(ProgressBar):
+    """Prints step, time left and the metrics logged with ``prog_bar=True``, one line at a time.
+
+    Lines read alike on a terminal and in the log of a batch job.
+
+    Args:
+        every_s: Seconds between lines; by default 5 on a terminal and 60 elsewhere. A line follows
+            every validation, too.
+    """
+
+    def __init__(self, every_s: float | None = None) -> None:
+        super().__init__()
+        self._every_s = every_s or (5.0 if sys.stdout.isatty() else 60.0)
+        self._enabled = True
+        self._shown_s = self._started_s = 0.0
+        self._first_step = 0
+
+    def enable(self) -> None:
+        """Show progress; the default."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Show nothing; Lightning calls this on all ranks but the first."""
+        self._enabled = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock of the time left."""
+        self._started_s = time.monotonic()
+        self._first_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Show the step now and then."""
+        if time.monotonic() - self._shown_s >= self._every_s:
+            self._show(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the metrics."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._show(trainer, pl_module)
+
+    def _show(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._enabled:
+            return
+        self._shown_s = time.monotonic()
+        total, done = trainer.estimated_stepping_batches, trainer.global_step
+        parts = [f"step {done}"]
+        if total != float("inf"):
+            step_s = (self._shown_s - self._started_s) / max(1, done - self._first_step)
+            left = timedelta(seconds=round(step_s * (total - done)))
+            parts = [f"{done}/{total:.0f} ({left} left)"]
+        for name, value in self.get_metrics(trainer, pl_module).items():
+            if isinstance(value, float):
+                value = f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
+            if name != "v_num":
+                parts.append(f"{name} {value}")
+        print("  ".join(parts), flush=True)
 
 
 def traffic_of(trainer: pl.Trainer) -> Any | None:
     """Return a snapshot of what this rank sent, or ``None`` where nothing is counted."""
     communication = getattr(trainer.strategy, "communication", None)
     return None if communication is None else communication.traffic().snapshot()
-
-
-def replicas_of(trainer: pl.Trainer) -> int:
-    """Return how many batches are trained on at a time; all stages of a pipeline share one."""
-    shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(shares.get("num_replicas", trainer.world_size))
 
 
 class RunReport(pl.Callback):
@@ -51,7 +108,6 @@ class RunReport(pl.Callback):
     def __init__(
         self, name: str | None = None, reference: str | None = None, plot: bool = True
     ) -> None:
-        self.name = name
         self.reference = None if reference is None else Path(reference)
         self.plot = plot
         self.report = report.Report(name=name or "")
@@ -62,18 +118,11 @@ class RunReport(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check before training what the end of training needs."""
-        if stage != "fit":
-            return
-        if self.plot and importlib.util.find_spec("matplotlib") is None:
+        if stage == "fit" and self.plot and importlib.util.find_spec("matplotlib") is None:
             raise MisconfigurationException(
                 "`RunReport(plot=True)` needs matplotlib: `pip install matplotlib`, or pass "
                 "`--report.plot=false`."
             )
-        self.report.name = self.name or Path(trainer.default_root_dir).name
-        self.report.world_size = trainer.world_size
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(data, TextDataModule) and data.settings.tokenizer == "byte":
-            self.report.unit = "nats per byte"
 
     def state_dict(self) -> dict[str, Any]:
         """Keep the validation curve in checkpoints, so that a resumed run shows all of it."""
@@ -84,13 +133,16 @@ class RunReport(pl.Callback):
         self.report.validation = state["validation"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count the weights once they exist, those of all stages if there is a pipeline."""
+        """Describe the run, and count the weights of all stages, if there is a pipeline."""
+        self.report.name = self.report.name or Path(trainer.default_root_dir).name
+        self.report.world_size = trainer.world_size
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, TextDataModule) and data.settings.tokenizer == "byte":
+            self.report.unit = "nats per byte"
         own = sum(parameter.numel() for parameter in pl_module.parameters())
         self.report.parameters = getattr(trainer.strategy, "num_parameters", None) or own
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Start the clock; what happens between steps, such as validation, is not counted."""
         self._traffic, self._step = traffic_of(trainer), trainer.global_step
         self._started_s = time.perf_counter()
@@ -110,7 +162,9 @@ class RunReport(pl.Callback):
         self.report.train_s += seconds
         if self._batches <= _WARMUP_BATCHES:
             return
-        self._counted_tokens += batch[:, 1:].numel() * replicas_of(trainer)
+        # All stages of a pipeline share one batch.
+        shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        self._counted_tokens += batch[:, 1:].numel() * shares.get("num_replicas", 1)
         self._counted_s += seconds
         self.report.tokens_per_s = self._counted_tokens / self._counted_s
         self._count_traffic(trainer)
@@ -152,20 +206,19 @@ class RunReport(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add a point to the validation curve and write the report so far."""
-        if trainer.sanity_checking or not trainer.training and trainer.state.fn != "fit":
-            return
         loss = trainer.callback_metrics.get("val_loss")
-        if loss is not None:
-            point = [trainer.global_step, float(loss)]
-            earlier = [kept for kept in self.report.validation if kept[0] < point[0]]
-            self.report.validation = [*earlier, point]
-            self._write(trainer)
+        if trainer.sanity_checking or trainer.state.fn != "fit" or loss is None:
+            return
+        point = [trainer.global_step, float(loss)]
+        earlier = [kept for kept in self.report.validation if kept[0] < point[0]]
+        self.report.validation = [*earlier, point]
+        self._write(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the final report and draw the plot."""
         checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
         self.report.checkpoint = checkpoint or None
-        self._write(trainer)
+        path = self._write(trainer)
         if not self.plot or not trainer.is_global_zero:
             return
         reference = None
@@ -176,16 +229,14 @@ class RunReport(pl.Callback):
                 f"No full-precision run to compare with at '{self.reference}'; the plot shows this "
                 "run alone. Train one with `--config examples/configs/full_precision.yaml`."
             )
-        path = report.draw(self.report, reference, self._path(trainer, "png"))
-        rank_zero_info(f"Wrote the plot to '{path}'.")
+        report.draw(self.report, reference, path.with_suffix(".png"))
+        rank_zero_info(f"Wrote the plot to '{path.with_suffix('.png')}'.")
 
-    def _write(self, trainer: pl.Trainer) -> None:
+    def _write(self, trainer: pl.Trainer) -> Path:
+        path = Path(trainer.default_root_dir, "report.json")
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            self.report.write(self._path(trainer, "json"))
-
-    @staticmethod
-    def _path(trainer: pl.Trainer, ending: str) -> Path:
-        return Path(trainer.default_root_dir) / f"report.{ending}"
+            self.report.write(path)
+        return path
 
 
 class TextSample(pl.Callback):
@@ -200,27 +251,23 @@ class TextSample(pl.Callback):
     """
 
     def __init__(
-        self, prompt: str = "def ", max_new_tokens: int = 200, temperature: float = 0.8
+        self,
+        prompt: str = "def ",
+        max_new_tokens: NonNegativeInt = 200,
+        temperature: NonNegativeFloat = 0.8,
     ) -> None:
-        if not prompt or max_new_tokens < 0 or temperature < 0:
-            raise MisconfigurationException(
-                f"`TextSample(prompt={prompt!r}, max_new_tokens={max_new_tokens}, "
-                f"temperature={temperature})` needs a prompt and no negative numbers."
-            )
+        if not prompt:
+            raise ValueError("`--sample.prompt` is empty: give a text to continue.")
         self.prompt = prompt
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self._predicted: dict[int, list[int]] = {}
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: CausalLM) -> None:
         """Generate the sample, print it, and write it to the logs and to ``sample.txt``."""
         if self.max_new_tokens == 0 or trainer.fast_dev_run:
             return
-        if not isinstance(pl_module, CausalLM):
-            raise MisconfigurationException(
-                f"`TextSample` generates with `CausalLM`, not with `{type(pl_module).__name__}`."
-            )
-        tokenizer = _tokenizer(trainer)
+        tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         tokens = torch.from_numpy(tokenizer.encode(self.prompt.encode()))
         was_training = pl_module.training
         pl_module.eval()
@@ -253,20 +300,11 @@ class TextSample(pl.Callback):
             shares = [{} for _ in range(trainer.world_size)]
             torch.distributed.all_gather_object(shares, self._predicted)
         merged = {index: tokens for share in shares for index, tokens in share.items()}
-        tokenizer = _tokenizer(trainer)
+        tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         for index in sorted(merged):
             text = tokenizer.decode(merged[index])
             rank_zero_info(f"Prompt {index + 1} continued:\n{_quoted(text)}")
         self._predicted = {}
-
-
-def _tokenizer(trainer: pl.Trainer) -> Tokenizer:
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    if not isinstance(data, TextDataModule):
-        raise MisconfigurationException(
-            "`TextSample` needs the tokenizer of a `TextDataModule`; pass `datamodule=`."
-        )
-    return data.tokenizer
 
 
 def _quoted(text: str) -> str:

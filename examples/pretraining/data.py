@@ -2,18 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pretraining.corpus import BlockLoader, Corpus, CorpusSettings, load, prepare
-from pretraining.text import Split, Tokenizer, round_up
+from pretraining.text import Corpus, CorpusSettings, Split, Tokenizer, prepare, round_up
 
 DEFAULT_PROMPTS = ("def ", "import os\n\nclass ", "    for i in range(")
+
+
+class BlockLoader:
+    """Batches of blocks in an order that can be resumed anywhere, on any number of ranks.
+
+    The order of an epoch is one permutation of all blocks, drawn from the seed and the epoch. A
+    step takes the next ``world_size * batch_size`` blocks of it, and each rank its own part.
+    Iteration yields ``len()`` batches from wherever it starts, crossing into new epochs.
+
+    Args:
+        blocks: Samples, ``[blocks, block_size + 1]``.
+        batch_size: Blocks per batch on this rank.
+        rank: This rank.
+        world_size: Number of ranks that share each step.
+        seed: Seed of the order; ``None`` keeps the order of the blocks and starts over each time.
+        identity: What must be equal for a position to mean the same; stored with the position.
+    """
+
+    def __init__(
+        self,
+        blocks: np.ndarray,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.share = slice(rank * batch_size, (rank + 1) * batch_size)
+        self.step_size = world_size * batch_size
+        self.seed = seed
+        self.identity = identity or {}
+        self.epoch = self.samples = 0  # the position behind the last batch that was handed out
+        if len(blocks) < self.step_size:
+            raise ValueError(
+                f"{len(blocks)} blocks are not enough for one step of {world_size} ranks with "
+                f"`--data.batch_size={batch_size}`. Lower the batch size or `--data.block_size`, "
+                "hold out a larger share of the files, or give more text."
+            )
+
+    def __len__(self) -> int:
+        """Return how many steps an epoch has."""
+        return len(self.blocks) // self.step_size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield ``[batch_size, block_size + 1]`` int64 tensors."""
+        if self.seed is None:
+            self.epoch = self.samples = 0
+        order = self._order()
+        for _ in range(len(self)):
+            if self.samples + self.step_size > len(self.blocks):
+                self.epoch, self.samples = self.epoch + 1, 0
+                order = self._order()
+            chosen = order[self.samples : self.samples + self.step_size][self.share]
+            self.samples += self.step_size
+            batch = torch.from_numpy(self.blocks[chosen].astype(np.int64))
+            # A copy from pageable memory would make the host wait for the GPU.
+            yield batch.pin_memory() if torch.cuda.is_available() else batch
+
+    def _order(self) -> np.ndarray:
+        if self.seed is None:
+            return np.arange(len(self.blocks))
+        return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.blocks))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position; Lightning stores it in every checkpoint."""
+        return {**self.identity, "epoch": self.epoch, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned on any number of ranks."""
+        stored = {name: state.get(name) for name in self.identity}
+        if stored != self.identity:
+            raise ValueError(
+                f"The checkpoint stopped inside {stored}, but this run reads {self.identity}. "
+                "Resume with the same `--data` options, or start this data from its beginning "
+                "with `--data.restart=true`."
+            )
+        self.epoch, self.samples = state["epoch"], state["samples"]
 
 
 class TextDataModule(pl.LightningDataModule):
@@ -34,7 +115,7 @@ class TextDataModule(pl.LightningDataModule):
         tokenizer: ``byte`` makes every byte a token, ``bpe`` trains a BPE on the training files,
             anything else is the path of a ``tokenizer.json``.
         vocab_size: Size of the vocabulary that ``bpe`` trains.
-        block_size: Tokens the model sees at once.
+        block_size: Tokens the model sees at once; at least 2.
         batch_size: Blocks per rank and step.
         num_workers: Processes in which litdata reads ``tokens`` ahead; ``text`` needs none.
         val_fraction: Share of the text held out for validation, in whole files.
@@ -55,7 +136,7 @@ class TextDataModule(pl.LightningDataModule):
         tokenizer: str = "byte",
         vocab_size: int = 4096,
         block_size: int = 128,
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
         num_workers: int = 0,
         val_fraction: float = 0.05,
         test_fraction: float = 0.05,
@@ -66,14 +147,13 @@ class TextDataModule(pl.LightningDataModule):
         prompts: list[str] | None = None,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"`--data.batch_size={batch_size}` must be at least 1.")
+        if block_size < 2:
+            raise ValueError(f"`--data.block_size={block_size}` must be at least 2 tokens.")
         self.settings = CorpusSettings(
             text=text,
             suffixes=None if suffixes is None else tuple(suffixes),
             tokenizer=tokenizer,
             vocab_size=vocab_size,
-            block_size=block_size,
             val_fraction=val_fraction,
             test_fraction=test_fraction,
             split_seed=split_seed,
@@ -95,7 +175,8 @@ class TextDataModule(pl.LightningDataModule):
         else:
             _import_litdata()
         self.tokens = tokens
-        self.batch_size = batch_size
+        self.block_size = block_size
+        self.batch_size = int(batch_size)
         self.num_workers = num_workers
         self.shuffle_seed = shuffle_seed
         self.restart = restart
@@ -105,11 +186,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def corpus(self) -> Corpus:
-        """The prepared text.
-
-        Raises:
-            RuntimeError: called before ``setup``, or with ``tokens``.
-        """
+        """The prepared text."""
         if self._corpus is None:
             raise RuntimeError("`TextDataModule.corpus` exists after `setup` of a text folder.")
         return self._corpus
@@ -117,7 +194,7 @@ class TextDataModule(pl.LightningDataModule):
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; one that is trained exists after ``setup``."""
-        return self.corpus.tokenizer() if self._tokenizer is None else self._tokenizer
+        return self._tokenizer or self.corpus.tokenizer
 
     @property
     def model_vocab_size(self) -> int:
@@ -132,14 +209,10 @@ class TextDataModule(pl.LightningDataModule):
             prepare(self.settings, self.cache_dir)
 
     def setup(self, stage: str) -> None:
-        """Open the prepared text and check that all ranks have the same.
-
-        Raises:
-            RuntimeError: nodes hold different text.
-        """
+        """Open the prepared text and check that all ranks have the same."""
         if self.tokens is not None:
             return
-        self._corpus = load(self.settings, self.cache_dir)
+        self._corpus = prepare(self.settings, self.cache_dir)
         if self.trainer is None:
             return
         own = self._corpus.fingerprint
@@ -181,14 +254,14 @@ class TextDataModule(pl.LightningDataModule):
         if self.trainer is not None:
             shares |= getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}
         return BlockLoader(
-            self.corpus.blocks(split),
+            self.corpus.blocks(split, self.block_size),
             batch_size=self.batch_size,
             rank=shares["rank"],
             world_size=shares["num_replicas"],
             seed=self.shuffle_seed if shuffle else None,
             identity={
                 "text": self.corpus.fingerprint,
-                "block_size": self.settings.block_size,
+                "block_size": self.block_size,
                 "shuffle_seed": self.shuffle_seed,
             },
         )
@@ -197,7 +270,7 @@ class TextDataModule(pl.LightningDataModule):
         litdata = _import_litdata()
         dataset = litdata.StreamingDataset(
             f"{str(self.tokens).rstrip('/')}/{split}",
-            item_loader=litdata.TokensLoader(block_size=self.settings.block_size + 1),
+            item_loader=litdata.TokensLoader(block_size=self.block_size + 1),
             shuffle=shuffle,
             drop_last=True,
             seed=self.shuffle_seed,
@@ -214,7 +287,7 @@ class TextDataModule(pl.LightningDataModule):
             raise ValueError(
                 f"`--data.tokens={self.tokens}`: the tokens in '{split}' do not fill a step of all "
                 f"ranks with `--data.batch_size={self.batch_size}` and "
-                f"`--data.block_size={self.settings.block_size}`. Lower one of them."
+                f"`--data.block_size={self.block_size}`. Lower one of them."
             )
         return loader
 

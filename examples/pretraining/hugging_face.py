@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse.typing import PositiveInt
 from torch import Tensor, nn
 
 
@@ -46,14 +47,9 @@ class LoRAConfig:
         target_modules: Names of the modules to adapt, or ``all-linear``.
     """
 
-    rank: int = 8
+    rank: PositiveInt = 8
     alpha: float = 16.0
     target_modules: str | list[str] = "all-linear"
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.rank < 1:
-            raise ValueError(f"`--model.lora.rank={self.rank}` must be at least 1; 8 is usual.")
 
 
 def _require(package: str, option: str) -> None:
@@ -64,12 +60,7 @@ def _require(package: str, option: str) -> None:
 
 
 def resolve_config(source: HuggingFaceConfig, vocab_size: int, block_size: int) -> Any:
-    """Return the transformers config for the vocabulary and the longest sequence of the data.
-
-    Raises:
-        ModuleNotFoundError: transformers is not installed.
-        ValueError: the config is unknown, or its weights do not fit the vocabulary.
-    """
+    """Return the transformers config for the vocabulary and the longest sequence of the data."""
     _require("transformers", "--model.hf_config")
     from transformers import AutoConfig
 
@@ -97,14 +88,10 @@ def _read(source: str) -> dict[str, Any]:
     """Return the settings behind a model type, a path, or JSON text."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if source.lstrip().startswith("{"):
-        try:
-            values = json.loads(source)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"`--model.hf_config` is not valid JSON: {error}.") from error
-    elif source in CONFIG_MAPPING_NAMES:
-        values = {"model_type": source}
-    else:
+    if source in CONFIG_MAPPING_NAMES:
+        return {"model_type": source}
+    text = source
+    if not source.lstrip().startswith("{"):
         path = Path(source).expanduser()
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
@@ -113,7 +100,11 @@ def _read(source: str) -> dict[str, Any]:
                 "knows (llama, gpt2, qwen3, ...), nor a folder or file with a config.json, nor "
                 "JSON text. Nothing is downloaded: give a local path."
             )
-        values = json.loads(path.read_text())
+        text = path.read_text()
+    try:
+        values: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`--model.hf_config` is not valid JSON: {error}.") from error
     if values.get("model_type") not in CONFIG_MAPPING_NAMES:
         raise ValueError(
             f"`model_type={values.get('model_type')!r}` in `--model.hf_config` is unknown "
@@ -129,10 +120,6 @@ def build(
 
     Loaded weights are in fp32, random ones in the default dtype, which is bf16 with
     ``--trainer.precision=bf16-true``.
-
-    Raises:
-        ModuleNotFoundError: transformers or peft is not installed.
-        ValueError: the config is not that of a causal language model.
     """
     config = resolve_config(source, vocab_size, block_size)
     from transformers import AutoModelForCausalLM
@@ -149,15 +136,15 @@ def build(
 
 def _adapt(model: nn.Module, lora: LoRAConfig) -> nn.Module:
     _require("peft", "--model.lora")
-    import peft
+    from peft import LoraConfig, get_peft_model
 
-    settings = peft.LoraConfig(
-        r=lora.rank,
+    settings = LoraConfig(
+        r=int(lora.rank),
         lora_alpha=lora.alpha,
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(model, settings)
+    return get_peft_model(model, settings)
 
 
 def save(
@@ -170,8 +157,8 @@ def save(
     """Write full, unsharded weights to ``source.save_to`` in Hugging Face format. Call on one rank.
 
     Sharding changes the class of the trained model, and the class name goes into ``config.json``,
-    so the weights are put into a fresh model first. ``state`` is the state dict of what ``build``
-    returned for the other arguments.
+    so the weights are put into a fresh model first. ``state`` is the state dict of the model that
+    ``build`` returned for the other arguments.
     """
     from transformers import AutoModelForCausalLM
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+)
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.checkpoint import checkpoint
 
-from pretraining import chunked_loss, hugging_face
-from pretraining.chunked_loss import LossName
+from pretraining import hugging_face
 from pretraining.hugging_face import HuggingFaceConfig, LoRAConfig
 from pretraining.model import Decoder, DecoderConfig
 
@@ -32,25 +40,17 @@ class OptimizerConfig:
         min_lr_ratio: Learning rate at the end, as a share of the peak.
     """
 
-    lr: float = 1e-3
+    lr: float = 1e-3  # no type of jsonargparse: checkpoints do not load those
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    warmup_steps: int = 50
-    min_lr_ratio: float = 0.1
+    warmup_steps: NonNegativeInt = 50
+    min_lr_ratio: ClosedUnitInterval = 0.1
 
     def __post_init__(self) -> None:
         """Check the values."""
         if not self.lr > 0:
             raise ValueError(f"`--model.optimizer.lr={self.lr}` must be positive; 1e-3 is usual.")
-        if self.warmup_steps < 0:
-            raise ValueError(
-                f"`--model.optimizer.warmup_steps={self.warmup_steps}` must not be negative."
-            )
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(
-                f"`--model.optimizer.min_lr_ratio={self.min_lr_ratio}` must lie in 0 to 1."
-            )
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -60,6 +60,52 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine
+
+
+# Settings by which some families change the logits after the head.
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def backbone_and_head(model: nn.Module) -> tuple[Callable[[Tensor], Tensor], nn.Module]:
+    """Split a language model, adapted or not, into backbone and head.
+
+    Returns:
+        A function from ``[B, T]`` tokens to the ``[B, T, D]`` last hidden states, and the module
+        that makes logits of them.
+    """
+    if hasattr(model, "hidden_states"):
+        return model.hidden_states, model.lm_head
+    whole: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for name in _AFTER_THE_HEAD:
+        if getattr(whole.config, name, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"`{type(whole).__name__}` changes its logits (`{name}`) behind the head, which "
+                "the loss in chunks leaves out: use `--model.loss=full`."
+            )
+    backbone = whole.base_model
+    return (lambda tokens: backbone(tokens).last_hidden_state), whole.get_output_embeddings()
+
+
+def _sum_of_losses(head: nn.Module, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+    return F.cross_entropy(head(x_ND).float(), targets_N, reduction="sum")
+
+
+def chunked_cross_entropy(head: nn.Module, x_ND: Tensor, targets_N: Tensor, chunk: int) -> Tensor:
+    """Return the mean loss of last hidden states, with the logits of ``chunk`` tokens at a time.
+
+    Logits of 32,768 tokens over Llama 3's vocabulary take 8.4 GB in bf16, and the loss makes fp32
+    copies of them. Backward computes them again, which costs a third more of the head's time.
+    """
+    parts = zip(x_ND.split(chunk), targets_N.split(chunk), strict=True)
+    losses = [checkpoint(_sum_of_losses, head, x, y, use_reentrant=False) for x, y in parts]
+    return torch.stack(losses).sum() / targets_N.numel()
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each repeated layer in place, all with one graph; names in checkpoints stay."""
+    names = getattr(model, "_no_split_modules", None) or ["Block"]
+    for layer in [module for module in model.modules() if type(module).__name__ in names]:
+        layer.compile()
 
 
 class CausalLM(pl.LightningModule):
@@ -97,11 +143,11 @@ class CausalLM(pl.LightningModule):
         hf_save_to: str | None = None,
         lora: LoRAConfig | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(),
-        loss: LossName = "full",
-        loss_chunk: int = 2048,
+        loss: Literal["full", "chunked", "liger"] = "full",
+        loss_chunk: PositiveInt = 2048,
         compile_layers: bool = False,
-        max_new_tokens: int = 128,
-        temperature: float = 0.8,
+        max_new_tokens: NonNegativeInt = 128,
+        temperature: NonNegativeFloat = 0.8,
         vocab_size: int = 264,
         block_size: int = 128,
     ) -> None:
@@ -111,9 +157,11 @@ class CausalLM(pl.LightningModule):
                 "`--model.lora` works on Hugging Face models only. Choose one with "
                 "`--model.hf_config=llama`, or leave `--model.lora` out."
             )
-        if temperature < 0:
-            raise ValueError(f"`--model.temperature={temperature}` must not be negative.")
-        chunked_loss.check_loss(loss, loss_chunk)
+        if loss == "liger" and importlib.util.find_spec("liger_kernel") is None:
+            raise ModuleNotFoundError(
+                "`--model.loss=liger` needs Liger's kernels: `pip install liger-kernel`, or use "
+                "`--model.loss=chunked`."
+            )
         self.loss = loss
         self.loss_chunk = loss_chunk
         self.compile_layers = compile_layers
@@ -143,7 +191,7 @@ class CausalLM(pl.LightningModule):
                 self.hugging_face, self.lora, self.vocab_size, self.block_size
             )
         if self.compile_layers:
-            chunked_loss.compile_layers(self.model)
+            compile_layers(self.model)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the ``[B, T, V]`` next-token logits of ``[B, T]`` int64 tokens."""
@@ -154,14 +202,17 @@ class CausalLM(pl.LightningModule):
 
     def _loss(self, block_BL: Tensor) -> Tensor:
         tokens_BT, targets_BT = block_BL[:, :-1], block_BL[:, 1:]
-        if self.loss != "full" and self.model is not None:
-            backbone, head = chunked_loss.backbone_and_head(self.model)
-            x_BTD = backbone(tokens_BT)
-            if self.loss == "liger":
-                return chunked_loss.liger_cross_entropy(head, x_BTD, targets_BT)
-            return chunked_loss.chunked_cross_entropy(head, x_BTD, targets_BT, self.loss_chunk)
-        logits_BTV = self(tokens_BT)
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+        if self.loss == "full" or self.model is None:
+            logits_BTV = self(tokens_BT)
+            return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+        backbone, head = backbone_and_head(self.model)
+        x_ND, targets_N = backbone(tokens_BT).flatten(0, 1), targets_BT.flatten()
+        if self.loss == "chunked":
+            return chunked_cross_entropy(head, x_ND, targets_N, self.loss_chunk)
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
+        return fused(head.weight, x_ND, targets_N, head.bias)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the loss in nats per token of ``[B, block_size + 1]`` tokens."""
@@ -172,14 +223,13 @@ class CausalLM(pl.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log the validation loss in nats per token."""
-        self._log_held_out("val_loss", batch)
+        loss = self._loss(batch)
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch))
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log the test loss in nats per token."""
-        self._log_held_out("test_loss", batch)
-
-    def _log_held_out(self, name: str, batch: Tensor) -> None:
-        self.log(name, self._loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch))
+        loss = self._loss(batch)
+        self.log("test_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch))
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Continue one prompt; every rank does the same number of forward passes."""
@@ -219,7 +269,8 @@ class CausalLM(pl.LightningModule):
             {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        optimizer = self.make_optimizer([group for group in groups if group["params"]])
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         total_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, config, total_steps)
@@ -228,11 +279,6 @@ class CausalLM(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
         }
-
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return AdamW for groups of parameters; for subclasses to replace."""
-        config = self.optimizer_config
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def on_fit_end(self) -> None:
         """Save the trained model in Hugging Face format where that was asked for."""

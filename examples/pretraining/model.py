@@ -64,11 +64,6 @@ class DecoderConfig:
             )
 
     @property
-    def head_size(self) -> int:
-        """Channels of one attention head."""
-        return self.hidden_size // self.num_heads
-
-    @property
     def kv_heads(self) -> int:
         """Key/value heads after filling in the default."""
         return self.num_kv_heads or self.num_heads
@@ -100,8 +95,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
-        kv_size = config.kv_heads * config.head_size
+        self.head_size = config.hidden_size // config.num_heads
+        self.rope_theta = config.rope_theta
+        self.grouped = config.kv_heads != config.num_heads
+        kv_size = config.kv_heads * self.head_size
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -110,13 +107,16 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Mix information from earlier tokens into each token."""
         B, T, _ = x_BTD.shape
-        E, theta = self.config.head_size, self.config.rope_theta
-        q_BHTE = rotate(self.q_proj(x_BTD).view(B, T, -1, E).transpose(1, 2), theta)
-        k_BKTE = rotate(self.k_proj(x_BTD).view(B, T, -1, E).transpose(1, 2), theta)
-        v_BKTE = self.v_proj(x_BTD).view(B, T, -1, E).transpose(1, 2)
-        grouped = self.config.kv_heads != self.config.num_heads
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q_BHTE, k_BKTE, v_BKTE = (
+            project(x_BTD).view(B, T, -1, self.head_size).transpose(1, 2) for project in projections
+        )
         mixed_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=grouped
+            rotate(q_BHTE, self.rope_theta),
+            rotate(k_BKTE, self.rope_theta),
+            v_BKTE,
+            is_causal=True,
+            enable_gqa=self.grouped,
         )
         return self.o_proj(mixed_BHTE.transpose(1, 2).reshape(B, T, -1))
 

@@ -12,16 +12,13 @@ _COLORS = ("#57606a", "#1f6feb")  # the reference, the run
 
 @dataclass(slots=True, kw_only=True)
 class Wire:
-    """Bytes that one rank sent during training steps.
+    """Bytes that one rank sent in ``steps`` optimizer steps, and bits per element with scales.
 
     Attributes:
-        steps: Optimizer steps counted.
-        weights: Bytes of weights sent.
-        gradients: Bytes of gradients sent.
         baseline_weights: Bytes that plain FSDP2 would have sent for the same weights.
-        baseline_gradients: Bytes that plain FSDP2 would have sent for the same gradients.
-        bits_per_weight: Bits per element of the quantized weight exchanges, scales included.
-        bits_per_gradient: Bits per element of the gradients on the slowest level, scales included.
+        baseline_gradients: Likewise for gradients.
+        bits_per_weight: Mean over the quantized weight exchanges.
+        bits_per_gradient: Mean over the slowest level of the gradient exchanges.
     """
 
     steps: int = 0
@@ -52,13 +49,13 @@ class Report:
         unit: Unit of the losses.
         validation: ``[step, loss]`` after every validation.
         steps: Optimizer steps of the whole run.
-        parameters: Weights of the model.
-        world_size: Ranks.
+        parameters: Number of weights of the model.
+        world_size: Number of ranks.
         tokens_per_s: Training tokens per second over all ranks, from the fourth step of this
             process to the last and without validation.
         train_s: Seconds inside training steps.
         wire: Traffic; ``None`` where nothing was counted (one rank, or another strategy).
-        checkpoint: The last checkpoint.
+        checkpoint: Path of the last checkpoint.
     """
 
     name: str
@@ -84,17 +81,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """Read what ``Report.write`` wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no report.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"There is no report at '{path}'. Every `fit` of examples/pretrain.py writes one to "
-            "`<trainer.default_root_dir>/report.json`."
-        )
+    """Read a report."""
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         wire = values.pop("wire")
@@ -103,52 +90,36 @@ def read(path: Path) -> Report:
         raise ValueError(f"'{path}' is not a report of examples/pretrain.py: {error!r}.") from error
 
 
-def draw(run: Report, reference: Report | None, path: Path) -> Path:
-    """Draw losses and bytes of a run as a PNG, beside those of a full-precision run if given.
+def draw(run: Report, reference: Report | None, path: Path) -> None:
+    """Draw losses and bytes of a run as a PNG, beside those of a full-precision run if given."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Drawing needs matplotlib: `pip install matplotlib`, or pass `--report.plot=false`."
-        ) from error
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_curves(curves, run, reference)
-    _draw_wire(bars, run, reference)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
-
-
-def _draw_curves(axes: Any, run: Report, reference: Report | None) -> None:
     for shown, color, style in zip((reference, run), _COLORS, ("--", "-"), strict=True):
         if shown is not None and shown.validation:
             steps, losses = zip(*shown.validation, strict=True)
             label = f"{shown.name} ({losses[-1]:.4f})"
-            axes.plot(steps, losses, style, color=color, label=label, marker=".")
-    axes.set(xlabel="optimizer step", ylabel=f"validation loss ({run.unit})")
-    axes.set_title("Validation loss")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    else:
-        axes.text(0.5, 0.5, "no validation yet", transform=axes.transAxes, ha="center")
+            curves.plot(steps, losses, style, color=color, label=label, marker=".")
+    curves.set(xlabel="optimizer step", ylabel=f"validation loss ({run.unit})")
+    curves.set_title("Validation loss")
+    curves.grid(alpha=0.3)
+    if curves.lines:
+        curves.legend()
+    _draw_wire(bars, run, "full precision" if reference is None else reference.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
 
 
-def _draw_wire(axes: Any, run: Report, reference: Report | None) -> None:
+def _draw_wire(axes: Any, run: Report, reference: str) -> None:
     axes.set_title("Sent by one rank, per optimizer step")
     wire = run.wire
     if wire is None or wire.steps == 0 or wire.baseline == 0:
         axes.text(0.5, 0.5, "nothing counted", transform=axes.transAxes, ha="center")
         axes.set_axis_off()
         return
-    names = ["full precision" if reference is None else reference.name, run.name]
     labels = ["", f" ({wire.baseline / max(wire.sent, 1):.1f}x less)"]
     sent = [(wire.baseline_weights, wire.baseline_gradients), (wire.weights, wire.gradients)]
     for position, (both, label, color) in enumerate(zip(sent, labels, _COLORS, strict=True)):
@@ -157,6 +128,6 @@ def _draw_wire(axes: Any, run: Report, reference: Report | None) -> None:
         axes.bar(position, gradients, bottom=weights, color=color, alpha=0.45)
         total = weights + gradients
         axes.text(position, total, f"{total:.2f} MB{label}", ha="center", va="bottom")
-    axes.set_xticks(range(2), names)
+    axes.set_xticks(range(2), [reference, run.name])
     axes.set_ylabel("MB (dark: weights, light: gradients)")
     axes.margins(y=0.12)

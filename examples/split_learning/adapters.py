@@ -25,12 +25,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an el
 
 
 def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
-    """Return the model of peft around a frozen model; its adapters' values are never used.
-
-    Raises:
-        ModuleNotFoundError: peft is not installed.
-        OptionError: LoRA adapts nothing, or something outside of the trunk.
-    """
+    """Return the model of peft around a frozen model; its adapters' values are never used."""
     require("peft")
     import peft
 
@@ -55,14 +50,13 @@ def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
             f"{targets} names nothing that LoRA can adapt. This model has {', '.join(linear)}."
         ) from error
     # peft is content with one name that it finds.
-    found = {f".{name.partition('.lora_')[0]}" for name in adapter_shapes(adapted)}
-    if idle := [t for t in settings.targets if not any(n.endswith(f".{t}") for n in found)]:
+    found = {name.partition(".lora_")[0] for name in adapter_shapes(adapted)}
+    if idle := [t for t in settings.targets if not any(f".{n}".endswith(f".{t}") for n in found)]:
         raise OptionError(
             f"{targets}: LoRA finds no '{idle[0]}'. This model has {', '.join(linear)}."
         )
     prefix = f"base_model.model.{model.base_model_prefix}."
-    outside = [name for name in adapter_shapes(adapted) if not name.startswith(prefix)]
-    if outside:
+    if outside := sorted(name for name in found if not name.startswith(prefix)):
         raise OptionError(
             f"{targets} adapts {outside[0]}, which is not part of the trunk. Name modules of its "
             "layers, such as q_proj."
@@ -75,9 +69,17 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 
+def _trained(adapted: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for name, parameter in adapted.named_parameters()
+        if ".lora_" in name or name.startswith("prompt_encoder.")
+    }
+
+
 def adapter_shapes(adapted: nn.Module) -> dict[str, torch.Size]:
     """Return the names, as in peft, and shapes of the trained parameters."""
-    return {n: p.shape for n, p in adapted.named_parameters() if _is_adapter(n)}
+    return {name: parameter.shape for name, parameter in _trained(adapted).items()}
 
 
 def initial_adapters(adapted: Any) -> dict[str, Tensor]:
@@ -91,20 +93,11 @@ def initial_adapters(adapted: Any) -> dict[str, Tensor]:
     if encoder is not None:
         encoder.to_empty(device="cpu")
         encoder[_NAME].embedding.reset_parameters()
-    found = {n: p.detach().float() for n, p in adapted.named_parameters() if _is_adapter(n)}
-    return {name: value.clone() for name, value in found.items()}
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name or name.startswith("prompt_encoder.")
+    return {name: value.detach().float().clone() for name, value in _trained(adapted).items()}
 
 
 class NamedParameters(nn.Module):
-    """Parameters under dotted names, as in the state dict of another module.
-
-    Args:
-        values: initial values by name.
-    """
+    """Parameters under dotted names, as in the state dict of another module."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -131,22 +124,20 @@ class LoRAPacking:
     """LoRA as one matrix ``[L, D]`` per length D of its lines.
 
     Args:
-        shapes: of the adapters by their names; A is ``[rank, D]``, B is ``[D, rank]``.
+        shapes: Shapes of the adapters by their names; A is ``[rank, D]``, B is ``[D, rank]``.
     """
 
     lines_are_rows = True
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self._parts: dict[str, list[tuple[str, bool, int]]] = {}
+        self.shapes: dict[str, tuple[int, int]] = {}
         for name, shape in shapes.items():
             transposed = ".lora_B." in name
             lines, length = reversed(shape) if transposed else shape
-            part = (name, transposed, lines)
-            self._parts.setdefault(f"lora_{length}", []).append(part)
-        self.shapes = {
-            key: (sum(lines for *_, lines in parts), int(key.removeprefix("lora_")))
-            for key, parts in self._parts.items()
-        }
+            key = f"lora_{length}"
+            self._parts.setdefault(key, []).append((name, transposed, lines))
+            self.shapes[key] = (self.shapes.get(key, (0, 0))[0] + lines, length)
 
     def pack(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the matrices, in memory of their own; gradients flow back."""
@@ -166,13 +157,7 @@ class LoRAPacking:
 
 
 class PrefixPacking:
-    """A prefix as two matrices ``[V * K, C]``: keys and values.
-
-    Args:
-        name: of the only adapter, ``[V, K * 2 * C]``.
-        shape: its shape.
-        layers: K.
-    """
+    """A prefix ``[V, K * 2 * C]`` as two matrices ``[V * K, C]``: keys and values."""
 
     lines_are_rows = False
 
@@ -200,10 +185,10 @@ class PrefixPacking:
 Packing = LoRAPacking | PrefixPacking
 
 
-def packing_of(adapted: Any, settings: SplitSettings) -> Packing:
+def packing_of(adapted: Any) -> Packing:
     """Return how the adapters of a model cross."""
     shapes = adapter_shapes(adapted)
-    if settings.peft == "lora":
+    if not hasattr(adapted, "prompt_encoder"):
         return LoRAPacking(shapes)
     (name,) = shapes
     return PrefixPacking(name, shapes[name], adapted.peft_config[_NAME].num_layers)
@@ -217,46 +202,31 @@ class PackedAdapters:
     Lightning's ``WeightAveraging`` around a validation) or through numpy. It costs little: the
     comparison ends at the first difference, which after most steps is at the beginning, and where
     there is none, nothing has to be packed.
-
-    Args:
-        packing: how adapters cross.
-
-    Attributes:
-        changes: how often matrices were made.
-        matrices: by name.
     """
 
     def __init__(self, packing: Packing) -> None:
-        self._packing = packing
-        self.changes = 0
+        self.packing = packing
+        self.changes = 0  # how often matrices were made
         self.matrices: dict[str, Tensor] = {}
 
     def refresh(self, adapters: Mapping[str, Tensor]) -> None:
         """Take over the adapters, if they have changed."""
-        if self.matrices and self._holds(adapters):
+        before = self.packing.unpack(self.matrices) if self.matrices else None
+        if before and all(_same(value, before[name]) for name, value in adapters.items()):
             return
-        self.matrices = {}  # freed first
+        before, self.matrices = None, {}  # freed first
         # The first batch to see a change may be one of a validation, the next one of training.
         with torch.inference_mode(False), torch.no_grad():
-            self.matrices = self._packing.pack(adapters)
+            self.matrices = self.packing.pack(adapters)
         self.changes += 1
 
     def connected(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the matrices with a graph, so that their gradients become those of adapters.
 
-        Args:
-            adapters: those of the last `refresh`.
+        ``adapters`` are those of the last ``refresh``.
         """
         matrices: tuple[Tensor, ...] = _Connect.apply(self, tuple(adapters), *adapters.values())  # type: ignore[no-untyped-call]
         return dict(zip(self.matrices, matrices, strict=True))
-
-    def _holds(self, adapters: Mapping[str, Tensor]) -> bool:
-        before = self._packing.unpack(self.matrices)
-        return all(_same(value, before[name]) for name, value in adapters.items())
-
-    def unpack(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the adapters that matrices hold, by name."""
-        return self._packing.unpack(matrices)
 
 
 class _Connect(torch.autograd.Function):
@@ -266,13 +236,13 @@ class _Connect(torch.autograd.Function):
     def forward(
         ctx: Any, packed: PackedAdapters, names: tuple[str, ...], *adapters: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.packed, ctx.names, ctx.keys = packed, names, tuple(packed.matrices)
+        ctx.packing, ctx.names, ctx.keys = packed.packing, names, tuple(packed.matrices)
         return tuple(value.detach() for value in packed.matrices.values())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gradients = ctx.packed.unpack(dict(zip(ctx.keys, grads, strict=True)))
+        gradients = ctx.packing.unpack(dict(zip(ctx.keys, grads, strict=True)))
         return (None, None, *(gradients[name] for name in ctx.names))
 
 

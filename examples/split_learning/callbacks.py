@@ -84,11 +84,7 @@ class SplitLearning(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bit for bit where a run with the same settings stopped, but for AQ-SGD.
-
-        Raises:
-            ValueError: the checkpoint belongs to other settings.
-        """
+        """Continue bit for bit where a run with the same settings stopped, but for AQ-SGD."""
         own, saved = _lasting(self.model.settings), state_dict["settings"]
         for name, value in own.items():
             if saved[name] != value:
@@ -125,8 +121,8 @@ class WireReport(pl.Callback):
     """Logs the bytes that each batch sends and receives, and writes a report at the end.
 
     Args:
-        path: of a JSON file with settings, the loss, seconds and bytes of every batch by kind of
-            message in both directions, and the client's peak of memory. None only logs.
+        path: JSON file for settings, the loss, seconds and bytes of every batch by kind of message
+            in both directions, and the client's peak of memory. None only logs.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:

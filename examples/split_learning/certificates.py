@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from split_learning.wire.errors import CertificateError
+from split_learning.wire.common import CertificateError
 from split_learning.wire.identity import REVOKED_FILE, SERVER_NAME, fingerprint
 
 _AUTHORITY, _SERVER = "authority", "server"
@@ -38,13 +38,7 @@ _Signer = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 def make_certificates(folder: Path, names: list[str], days: float = 365) -> None:
     """Make a certificate for each client, and those of the authority and the server if missing.
 
-    Args:
-        folder: for the files.
-        names: of clients, which servers log.
-        days: until certificates expire; the authority's lasts ten years.
-
-    Raises:
-        CertificateError: a name that cannot be one, or that has a certificate already.
+    ``names`` are those of clients, which servers log. The authority's certificate lasts ten years.
     """
     for name in names:
         _check_name(name)
@@ -69,11 +63,7 @@ def make_certificates(folder: Path, names: list[str], days: float = 365) -> None
 
 
 def revoke(folder: Path, names: list[str]) -> None:
-    """Add the certificates of clients to the list, which servers read at every message.
-
-    Raises:
-        CertificateError: there is no certificate of this name.
-    """
+    """Add the certificates of clients to the list, which servers read at every message."""
     for name in names:
         _check_name(name)
         try:
@@ -152,9 +142,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="certificates.py", description="Make or revoke the certificates of split learning."
     )
-    parser.add_argument("folder", type=Path, help="for the files; it is made if it is missing")
+    parser.add_argument("folder", type=Path, help="folder for the files; made if it is missing")
     parser.add_argument("clients", nargs="+", metavar="CLIENT", help="names of clients")
-    parser.add_argument("--days", type=float, default=365, help="valid for (default: 365)")
+    parser.add_argument(
+        "--days", type=float, default=365, help="days until certificates expire (default: 365)"
+    )
     parser.add_argument("--revoke", action="store_true", help="revoke these clients' certificates")
     options = parser.parse_args(arguments)
     if options.revoke:

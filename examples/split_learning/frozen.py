@@ -24,15 +24,9 @@ from .sites import open_sites, site_shapes
 
 
 class FrozenModel:
-    """A model whose weights never change.
+    """A model whose weights never change, on ``device``.
 
-    Args:
-        settings: the same as the clients'.
-        device: where it computes.
-        max_tokens: of a batch, B * T at most; more are refused.
-
-    Attributes:
-        shapes: of the sites of every session.
+    A batch has at most ``max_tokens`` tokens, B * T.
     """
 
     def __init__(
@@ -51,7 +45,7 @@ class FrozenModel:
             else None
         )
         adapted = add_adapters(model.to(device), settings)
-        self.packing: Packing = packing_of(adapted, settings)
+        self.packing: Packing = packing_of(adapted)
         self.shapes = site_shapes(settings, self.packing, self.hidden_size)
         open_sites(self.shapes, settings)  # which may refuse their sizes, before any client comes
         self._calls = _Calls(adapted, settings.peft == "prefix")
@@ -67,11 +61,7 @@ class FrozenModel:
         return self.settings.agreement(self.config, self._ends)
 
     def check_batch(self, batch: int, tokens: int) -> None:
-        """Refuse a batch that the model cannot take.
-
-        Raises:
-            ValueError: too many tokens, or none.
-        """
+        """Refuse a batch that the model cannot take."""
         own = self.settings.virtual_tokens if self.settings.peft == "prefix" else 0
         longest = int(getattr(self.config, "max_position_embeddings", 0) or self.max_tokens) - own
         if batch < 1 or tokens < 1 or batch * tokens > self.max_tokens or tokens > longest:
@@ -81,11 +71,7 @@ class FrozenModel:
             )
 
     def check_ids(self, ids: Tensor, least: int = 0) -> None:
-        """Refuse ids that are not of the vocabulary; on a GPU they would end the whole server.
-
-        Raises:
-            ValueError: there is one.
-        """
+        """Refuse ids that are not of the vocabulary; on a GPU they would end the whole server."""
         low, high = int(ids.min()), int(ids.max())
         if low < least or high >= self.config.vocab_size:
             raise ValueError(
@@ -96,12 +82,12 @@ class FrozenModel:
     def loss(
         self, matrices: Mapping[str, Tensor], batch: Mapping[str, Tensor], gradients: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss per token and its gradients.
+        """Return the mean loss per token and, if wanted, its gradients.
 
         Args:
-            matrices: adapters as they cross, on the device.
+            matrices: Adapters as they cross, on the device.
             batch: ``input_ids``, ``labels`` and maybe ``attention_mask``, each ``[B, T]``.
-            gradients: whether they are wanted; without, there are none.
+            gradients: Whether they are wanted.
         """
         inputs = {name: value.to(self.device) for name, value in batch.items()}
         with self._lock, torch.set_grad_enabled(gradients):
@@ -120,10 +106,10 @@ class FrozenModel:
         """Return the hidden states ``[B, T, H]`` behind the trunk, and the leaves of their graph.
 
         Args:
-            matrices: adapters as they cross, on the device.
-            embedded: ``[B, T, H]``, on the device.
+            matrices: Adapters as they cross, on the device.
+            embedded: Input of the trunk, ``[B, T, H]``, on the device.
             mask: ``[B, T]``, 0 for padding.
-            gradients: whether `backward` follows; without, there are no leaves.
+            gradients: Whether `backward` follows; without, there are no leaves.
         """
         with self._lock, torch.set_grad_enabled(gradients):
             leaves = self._leaves(matrices, gradients)
@@ -156,34 +142,25 @@ class FrozenModel:
 
 
 class _Calls(nn.Module):
-    """What is asked of a model, as one module whose parameters can be replaced for a call.
-
-    Args:
-        adapted: a model of peft.
-        prefix: whether its adapters are a prefix, which only peft's own forward puts in.
-    """
+    """Both uses of a model of peft, as one module whose parameters can be replaced for a call."""
 
     def __init__(self, adapted: Any, prefix: bool) -> None:
         super().__init__()
         self.adapted = adapted
         self._prefix = prefix
-        self._virtual = adapted.active_peft_config.num_virtual_tokens if prefix else 0
 
     def forward(self, method: str, **inputs: Any) -> Tensor:
-        result: Tensor = getattr(self, f"_{method}")(**inputs)
+        result: Tensor = self.adapted(**inputs).loss if method == "loss" else self._hidden(**inputs)
         return result
-
-    def _loss(self, **inputs: Tensor) -> Tensor:
-        loss: Tensor = self.adapted(**inputs).loss
-        return loss
 
     def _hidden(self, inputs_embeds: Tensor, attention_mask: Tensor | None) -> Tensor:
         trunk = trunk_of(self.adapted.get_base_model())
         past = None
-        if self._prefix:
+        if self._prefix:  # which only peft's own forward puts in
             past = self.adapted.get_prompt(batch_size=len(inputs_embeds))
             if attention_mask is not None:
-                seen = attention_mask.new_ones(len(attention_mask), self._virtual)
+                virtual = self.adapted.active_peft_config.num_virtual_tokens
+                seen = attention_mask.new_ones(len(attention_mask), virtual)
                 attention_mask = torch.cat((seen, attention_mask), dim=1)
         output = trunk(
             inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past

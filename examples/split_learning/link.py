@@ -1,24 +1,53 @@
-"""The client's end of the protocol: questions to the server, asked again after a failure."""
+"""The client's end of the protocol: questions to the server, asked again after a failure.
+
+With AMAQ all gates are the client's, with their optimizer, so that one mean is held over all sites
+and a checkpoint of the client has everything. For the hidden states, which the server sends, the
+server sums up gradient times quantization error per channel, and the client turns that into the
+gradient of its gate: one float32 per channel and batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer
+from lq_lightning.codecs.mixed import WidthTable
+
 from . import protocol
 from .adapters import PackedAdapters
-from .gates import ClientGates
 from .settings import SplitSettings
 from .sites import EMBEDDED, HIDDEN, SiteShape, open_sites
 from .wire.client import Connection
-from .wire.errors import TRANSIENT
+from .wire.common import TRANSIENT
 from .wire.messages import Message, Traffic
 
 _T = TypeVar("_T")
 _MOST_FAILURES = 5  # of one request, each after a successful handshake
+
+
+class ClientGates:
+    """The gates of all sites, and their training.
+
+    ``changes`` are other values of ``AdaptiveBitsConfig`` than its preset for the bits.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, SiteShape], settings: SplitSettings, **changes: Any
+    ) -> None:
+        config = AdaptiveBitsConfig.preset(settings.bits, **changes)
+        self.gates = {
+            name: BitGate(config, shape.num_lines, name=name, ranges=shape.ranges)
+            for name, shape in shapes.items()
+        }
+        self.optimizer = GateOptimizer(self.gates, config)
+
+    def tables(self) -> dict[str, WidthTable]:
+        """Return the widths of all sites."""
+        return {name: gate.table() for name, gate in self.gates.items()}
 
 
 class ServerLink:
@@ -28,11 +57,11 @@ class ServerLink:
     that it sends. With AQ-SGD they depend on caches at both ends, and the error is raised.
 
     Args:
-        connect: returns a new connection, or raises an error that is final.
-        shapes: of the sites.
-        matrices: shapes of the adapters as they cross.
-        settings: of both ends.
-        gates: of all sites; None without AMAQ.
+        connect: Returns a new connection, or raises an error that is final.
+        shapes: Shapes of the sites.
+        matrices: Shapes of the adapters as they cross.
+        settings: Settings of both ends.
+        gates: Gates of all sites; None without AMAQ.
     """
 
     def __init__(
@@ -75,17 +104,11 @@ class ServerLink:
         if self._settings.codec == "aq_sgd":
             self.sites = open_sites(self._shapes, self._settings)
 
-    # --- questions ----------------------------------------------------------------------------
-
     def prepare(self, packed: PackedAdapters, learning: bool) -> dict[str, Tensor]:
         """Encode widths and adapters for the next questions, unless they were encoded last.
 
-        Args:
-            packed: the adapters.
-            learning: whether gates learn from this batch.
-
-        Returns:
-            With ``learning``, the adapters as the server decodes them; else nothing.
+        Return the adapters as the server decodes them where gates learn from this batch
+        (``learning``), else nothing.
         """
         if self.gates is not None:
             tables = self.gates.tables()
@@ -117,11 +140,11 @@ class ServerLink:
         """Return the message of `forward`, and with ``learning`` the input as it is decoded.
 
         Args:
-            embedded: ``[B, T, H]``.
+            embedded: Input of the trunk, ``[B, T, H]``.
             mask: ``[B, T]`` bool, False for padding.
             samples: ``[B]`` int64, which tell samples apart.
-            training: whether `backward` follows.
-            learning: whether gates learn from this batch.
+            training: Whether `backward` follows.
+            learning: Whether gates learn from this batch.
         """
         site, arrives = self.sites[EMBEDDED], None
         if learning:
@@ -139,10 +162,7 @@ class ServerLink:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch, and in training the gradients of the adapters.
 
-        Args:
-            batch: ``ids`` and maybe ``labels``, ``[B, T]`` int32, and ``mask``, bool.
-            training: whether there are gradients.
-            device: of the gradients.
+        ``batch`` has ``ids`` and maybe ``labels``, ``[B, T]`` int32, and ``mask``, bool.
         """
 
         def ask(connection: Connection) -> tuple[Tensor, dict[str, Tensor]]:
@@ -153,13 +173,7 @@ class ServerLink:
         return self._ask(ask)
 
     def forward(self, sent: Message, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the hidden states behind the trunk.
-
-        Args:
-            sent: of `encode`.
-            shape: ``[B, T, H]``.
-            device: of the result.
-        """
+        """Return the hidden states ``[B, T, H]`` behind the trunk for a message of `encode`."""
         self._embedded = sent
 
         def ask(connection: Connection) -> Message:
@@ -171,14 +185,7 @@ class ServerLink:
         return self.sites[HIDDEN].decode(payload, shape, training=training, samples=samples)
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return gradients of the last `forward`: of its input, if used, and of the adapters.
-
-        Args:
-            gradient: of the hidden states that `forward` returned.
-
-        Raises:
-            RuntimeError: the server has forgotten that forward pass.
-        """
+        """Return gradients of the last `forward`: of its input, if used, and of the adapters."""
         sent, self._embedded = self._embedded, None
         if sent is None:
             raise RuntimeError(
@@ -204,12 +211,10 @@ class ServerLink:
                 received = connection.receive(protocol.GATE_SUMS)
                 lines = self._shapes[HIDDEN].num_lines
                 sums = received.tensor(HIDDEN, dtype=torch.float32, shape=[2, lines])
-                self.gates.add_remote(sums, received.field("values", int))
+                self.gates.gates[HIDDEN].accumulate(sums, received.field("values", int))
             return embedded, gradients
 
         return self._ask(ask)
-
-    # --- parts --------------------------------------------------------------------------------
 
     def _encode_adapters(self, packed: PackedAdapters, learning: bool) -> dict[str, Tensor]:
         payloads, arriving = {}, {}

@@ -20,8 +20,7 @@ from .adapters import (
     initial_adapters,
     packing_of,
 )
-from .gates import ClientGates
-from .link import ServerLink
+from .link import ClientGates, ServerLink
 from .models import digest, empty_model, load_ends, read_config, trunk_of
 from .settings import SplitSettings
 from .sites import EMBEDDED, site_shapes
@@ -40,14 +39,14 @@ class SplitModel(nn.Module):
     Each forward pass in training is followed by its backward pass, before the next one.
 
     Args:
-        settings: the same as the server's.
-        connect: returns a connection, given the options that both ends compare.
-        **gates: other values of ``AdaptiveBitsConfig`` than its preset for the bits.
+        settings: Settings, the same as the server's.
+        connect: Returns a connection, given the options that both ends compare.
+        **gates: Other values of ``AdaptiveBitsConfig`` than its preset for the bits.
 
     Attributes:
-        adapters: trained parameters, under peft's names.
-        gates: of AMAQ; else None.
-        link: to the server.
+        adapters: Trained parameters, under peft's names.
+        gates: Gates of AMAQ; else None.
+        link: Connection to the server.
 
     Raises:
         ModuleNotFoundError: transformers or peft is not installed.
@@ -68,7 +67,7 @@ class SplitModel(nn.Module):
         # Not a module of this one: it is there for names, shapes, and peft's way of saving.
         self._peft = [add_adapters(empty_model(self.config, dtype), settings)]
         self.adapters = NamedParameters(initial_adapters(self._peft[0]))
-        packing = packing_of(self._peft[0], settings)
+        packing = packing_of(self._peft[0])
         self._packed = PackedAdapters(packing)
         self._by_row = packing.lines_are_rows
         shapes = site_shapes(settings, packing, int(self.config.hidden_size))
@@ -91,8 +90,8 @@ class SplitModel(nn.Module):
         """Return the output of a causal language model of transformers.
 
         Args:
-            input_ids: ``[B, T]`` integers.
-            labels: likewise, -100 where there is no loss; they are shifted inside.
+            input_ids: Tokens, ``[B, T]`` integers.
+            labels: Likewise, -100 where there is no loss; they are shifted inside.
             attention_mask: ``[B, T]``, 0 for padding.
         """
         from transformers.modeling_outputs import CausalLMOutput
@@ -125,8 +124,6 @@ class SplitModel(nn.Module):
         """End the connection."""
         self.link.close()
 
-    # --- parts --------------------------------------------------------------------------------
-
     def _matrices(self, training: bool) -> dict[str, Tensor]:
         """Return the adapters as they cross, encoded in the link."""
         adapters = self.adapters.values()
@@ -136,14 +133,10 @@ class SplitModel(nn.Module):
         matrices = self._packed.connected(adapters)
         if gates is None:
             return matrices
-        if self._by_row:  # gates are those of columns
-            return {
-                name: adaptive_quantize(value.mT, gates[name], arrives=arriving[name].mT).mT
-                for name, value in matrices.items()
-            }
+        turn = (lambda x: x.mT) if self._by_row else (lambda x: x)  # gates are those of columns
         return {
-            name: adaptive_quantize(value, gates[name], arrives=arriving[name])
-            for name, value in matrices.items()
+            name: turn(adaptive_quantize(turn(x), gates[name], arrives=turn(arriving[name])))
+            for name, x in matrices.items()
         }
 
     def _run_trunk(self, embedded: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -193,12 +186,7 @@ class SplitModel(nn.Module):
 
 
 class RemoteTrunk(nn.Module):
-    """What stands where a model of transformers has its trunk.
-
-    Args:
-        embeddings: the client's.
-        run: computes the trunk's output from embeddings, ids and mask.
-    """
+    """Takes the place of a trunk; ``run`` computes its output from embeddings, ids and mask."""
 
     def __init__(
         self, embeddings: nn.Module, run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -210,7 +198,7 @@ class RemoteTrunk(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any
     ) -> Any:
-        """Return the last hidden states; takes nothing but ids and a mask."""
+        """Return the last hidden states."""
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         given = [name for name, value in others.items() if value is not None and value is not False]

@@ -32,15 +32,7 @@ _SMALL = {
 
 
 def read_config(name: str) -> Any:
-    """Return the configuration of a model.
-
-    Args:
-        name: on the hub, a folder, or ``small``.
-
-    Raises:
-        ModuleNotFoundError: transformers is not installed.
-        OptionError: there is no such model.
-    """
+    """Return the configuration of a model: a name on the hub, a folder, or ``small``."""
     require("transformers")
     from transformers import AutoConfig
 
@@ -79,14 +71,6 @@ def load_ends(model: Any, name: str) -> None:
     """Give memory and weights to the embeddings and the LM head of an empty model.
 
     Reads these tensors alone, and of a model on the hub only the files that hold them.
-
-    Args:
-        model: of `empty_model`.
-        name: where its weights are.
-
-    Raises:
-        NotImplementedError: the embeddings or the head are more than weights.
-        ValueError: the model has no such weights.
     """
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = {id(value): key for key, value in model.named_parameters()}
@@ -123,11 +107,7 @@ def digest(*ends: nn.Module) -> str:
 
 
 def trunk_of(model: Any) -> nn.Module:
-    """Return the module between the embeddings and the LM head.
-
-    Raises:
-        NotImplementedError: the model says nothing of it.
-    """
+    """Return the module between the embeddings and the LM head."""
     trunk = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
     if not isinstance(trunk, nn.Module) or trunk is model:
         raise NotImplementedError(
@@ -176,16 +156,11 @@ def _read_tensors(name: str, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         files = dict.fromkeys(wanted, "model.safetensors")
     else:
         files = json.loads(Path(found).read_text())["weight_map"]
-    missing = sorted(set(wanted) - set(files))
-    if missing:
-        raise ValueError(f"'{name}' holds no {missing}. Save the model with transformers 5 again.")
     loaded: dict[str, Tensor] = {}
-    for file in sorted({files[key] for key in wanted}):
+    for file in sorted({files[key] for key in wanted if key in files}):
         with safe_open(str(cached_file(_path(name), file)), framework="pt") as tensors:
-            held = set(tensors.keys())
-            for key in wanted:
-                if files[key] == file and key in held:
-                    loaded[key] = tensors.get_tensor(key)
+            held = set(tensors.keys()) & set(wanted)
+            loaded |= {key: tensors.get_tensor(key) for key in held if files[key] == file}
     missing = sorted(set(wanted) - set(loaded))
     if missing:
         raise ValueError(f"'{name}' holds no {missing}. Save the model with transformers 5 again.")
@@ -193,11 +168,7 @@ def _read_tensors(name: str, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tokenizer_file(name: str) -> str:
-    """Return the path of a model's tokenizer.json; ``byte`` for the built-in model.
-
-    Raises:
-        OptionError: the model has none.
-    """
+    """Return the path of a model's tokenizer.json; ``byte`` for the built-in model."""
     if name == SMALL:
         return "byte"
     from transformers.utils import cached_file

@@ -28,7 +28,7 @@ from split_learning.settings import (
     read_options,
     starting,
 )
-from split_learning.wire.errors import AddressError, CertificateError
+from split_learning.wire.common import AddressError, CertificateError, parse_address
 from split_learning.wire.identity import (
     REVOKED_FILE,
     Revoked,
@@ -36,7 +36,6 @@ from split_learning.wire.identity import (
     chosen_identity,
 )
 from split_learning.wire.server import Server
-from split_learning.wire.settings import parse_address
 
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -49,9 +48,11 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--listen", default=DEFAULT_ADDRESS, help=f"host:port (default: {DEFAULT_ADDRESS})"
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--max-clients", type=int, default=8, help="served at once (default: 8)")
     parser.add_argument(
-        "--max-tokens", type=int, default=65_536, help="of a batch, at most (default: 65536)"
+        "--max-clients", type=int, default=8, help="clients served at once (default: 8)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=65_536, help="most tokens of a batch (default: 65536)"
     )
     add_certificate_options(parser, "server")
     parser.add_argument(

@@ -10,14 +10,52 @@ import torch
 from torch import Tensor
 
 from lq_lightning.adaptive import adaptive_quantize
-from lq_lightning.codecs.mixed import WidthTable
+from lq_lightning.codecs.mixed import Ranges, WidthTable
 
 from . import protocol
 from .frozen import FrozenModel
-from .gates import SentGate
 from .sites import EMBEDDED, HIDDEN, open_sites
-from .wire.errors import UnexpectedMessage
+from .wire.common import UnexpectedMessage
 from .wire.messages import Message
+
+
+class SentGate:
+    """The server's part of a client's gate, in place of a ``BitGate`` in ``adaptive_quantize``.
+
+    It has the widths that the client has sent, and sums up the terms of their gradient.
+    """
+
+    def __init__(self, name: str, ranges: Ranges) -> None:
+        self.name = name
+        self.ranges = ranges
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.widths: WidthTable | None = None
+        self._sums: Tensor | None = None
+        self._values = 0
+
+    def table(self) -> WidthTable:
+        """Return the widths, which ``expect`` has checked."""
+        if self.widths is None:
+            raise ValueError(f"There are no widths for `{self.name}`.")
+        return self.widths
+
+    def expect(self, channels: int) -> None:
+        """Check the number of channels."""
+        if self.widths is None or self.widths.channels != channels:
+            raise ValueError(f"There are no widths of {channels} channels for `{self.name}`.")
+
+    def accumulate(self, sums: Tensor, values: int) -> None:
+        """Add the sums of a backward pass."""
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._values += values
+
+    def take(self) -> tuple[Tensor, int]:
+        """Return and reset both sums of ``BitGate.accumulate``, float32 on the CPU, and a count."""
+        if self._sums is None:
+            raise RuntimeError(f"No gradient has reached `{self.name}`.")
+        taken = self._sums.float().cpu(), self._values
+        self._sums, self._values = None, 0
+        return taken
 
 
 class Session:
@@ -25,9 +63,6 @@ class Session:
 
     Later batches depend only on state that the client has sent, so a client that was away sends it
     again and goes on as if nothing had happened.
-
-    Args:
-        model: which all sessions share.
     """
 
     def __init__(self, model: FrozenModel) -> None:
@@ -35,13 +70,14 @@ class Session:
         shapes = model.shapes
         self._sites = open_sites(shapes, model.settings)
         self._lines = {name: shape.num_lines for name, shape in shapes.items()}
-        self._gate = SentGate(HIDDEN, shapes[HIDDEN].ranges) if HIDDEN in shapes else None
+        amaq = model.settings.codec == "amaq"
+        self._gate = SentGate(HIDDEN, shapes[HIDDEN].ranges) if amaq and HIDDEN in shapes else None
         self._adapters: dict[str, Tensor] | None = None
         # Output and leaves of a forward pass that waits for its gradient.
         self._pending: tuple[Tensor, dict[str, Tensor]] | None = None
         self._answers: dict[str, Callable[[Message], Iterable[Message]]]
         self._answers = {protocol.ADAPTERS: self._take_adapters}
-        if model.settings.codec == "amaq":
+        if amaq:
             self._answers[protocol.WIDTHS] = self._take_widths
         if model.settings.everything:
             self._answers[protocol.EMBEDDED] = self._answer_embedded
@@ -50,19 +86,12 @@ class Session:
             self._answers[protocol.TOKENS] = self._answer_tokens
 
     def answer(self, message: Message) -> Iterable[Message]:
-        """Return the answers to a message.
-
-        Raises:
-            UnexpectedMessage: the client does not keep to the protocol, or sent what the model does
-                not take.
-        """
+        """Return the answers to a message."""
         if message.kind not in self._answers:
             raise UnexpectedMessage(
                 f"The client sent {message.kind!r} where {' or '.join(self._answers)} was expected."
             )
         return self._answers[message.kind](message)
-
-    # --- state --------------------------------------------------------------------------------
 
     def _take_widths(self, message: Message) -> Iterable[Message]:
         for name, lines in self._lines.items():
@@ -70,7 +99,7 @@ class Session:
                 table = WidthTable.unpack(message.tensor(name), lines)
             self._sites[name].set_widths(table)
             if name == HIDDEN and self._gate is not None:
-                self._gate.set_widths(table)
+                self._gate.widths = table
         return ()
 
     def _take_adapters(self, message: Message) -> Iterable[Message]:
@@ -88,8 +117,6 @@ class Session:
         if self._adapters is None:
             raise UnexpectedMessage("A batch came before any adapters.")
         return self._adapters
-
-    # --- adapters on the client ---------------------------------------------------------------
 
     def _answer_tokens(self, message: Message) -> Iterable[Message]:
         training = message.field("training", bool)
@@ -110,8 +137,6 @@ class Session:
         if training:
             yield self._gradients(gradients)
 
-    # --- embeddings and LM head on the client as well -----------------------------------------
-
     def _answer_embedded(self, message: Message) -> Iterable[Message]:
         model, training = self._model, message.field("training", bool)
         ids = message.tensor("samples", dtype=torch.int64, shape=[None])
@@ -126,7 +151,7 @@ class Session:
         # A step that the client has given up, as for a loss that is not finite, ends here.
         self._pending = None
         hidden, leaves = model.forward(self._current_adapters(), embedded, mask, training)
-        if training and model.settings.codec == "amaq" and self._gate is not None:
+        if training and self._gate is not None:
             payload, arrives = self._sites[HIDDEN].encode_and_round(hidden)
             hidden = adaptive_quantize(hidden, self._gate, arrives=arrives)
         else:
@@ -149,7 +174,7 @@ class Session:
         if embedded is not None:
             payload = self._sites[EMBEDDED].encode_gradient(embedded)
             yield Message(protocol.EMBEDDED_GRADIENT, tensors={EMBEDDED: payload})
-        if self._gate is not None and self._model.settings.codec == "amaq":
+        if self._gate is not None:
             sums, values = self._gate.take()
             yield Message(protocol.GATE_SUMS, {"values": values}, {HIDDEN: sums})
 

@@ -21,11 +21,7 @@ class OptionError(ValueError):
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Turn errors of packages while a program starts into one line; later errors are bugs.
-
-    Raises:
-        OptionError: in place of errors about options.
-    """
+    """Turn errors of packages while a program starts into OptionErrors; later ones are bugs."""
     try:
         yield
     except OptionError:
@@ -43,9 +39,8 @@ class SplitSettings:
     """Settings that client and server must be given alike; each is an option of both programs.
 
     ``model="small"`` is a Llama of 1.2 million random weights, for tests and a first try without a
-    network. Gradients in 4 bits cost no loss that could be measured, 3 bits 0.2%
-    (benchmarks/split_gradients.py). Channels of adapters always have full ranges: they have few
-    values, none of which is far off by chance.
+    network. Channels of adapters always have full ranges: they have few values, none of which is
+    far off by chance.
 
     Raises:
         OptionError: a value or a combination that is not supported.
@@ -53,30 +48,30 @@ class SplitSettings:
 
     model: str = _option("small", "name on the Hugging Face hub, a local folder, or 'small'")
     dtype: Literal["float32", "bfloat16"] = _option(
-        "float32", "of frozen weights and of activations that cross"
+        "float32", "dtype of frozen weights and of activations that cross"
     )
     deployment: Literal["adapters", "everything"] = _option(
         "adapters",
-        "what the client holds: adapters, and sends them with token ids and labels; or embeddings "
-        "and LM head as well, so that no token crosses",
+        "parts that the client holds: adapters, sent with token ids and labels; or embeddings and "
+        "LM head as well, so that no token crosses",
     )
     peft: Literal["lora", "prefix"] = _option("lora", "LoRA or prefix tuning")
-    rank: int = _option(16, "of LoRA")
+    rank: int = _option(16, "rank of LoRA")
     alpha: float = _option(16.0, "strength of LoRA: updates are scaled by alpha / rank")
     targets: tuple[str, ...] = _option(
         ("q_proj", "k_proj", "v_proj", "o_proj"), "modules that LoRA adapts, separated by commas"
     )
-    virtual_tokens: int = _option(30, "of prefix tuning")
+    virtual_tokens: int = _option(30, "length of a prefix")
     codec: Literal["none", "bf16", "group", "channel", "aq_sgd", "amaq"] = _option(
         "amaq",
-        "of adapters and activations: integers with a scale and a minimum per 64 neighbours "
+        "code of adapters and activations: integers with a scale and a minimum per 64 neighbours "
         "(group) or per channel, changes since the last visit in such groups (aq_sgd), or a "
         "trained width per channel (amaq)",
     )
-    bits: Literal[4, 3] = _option(4, "of the codec; the mean of the trained widths with amaq")
+    bits: Literal[4, 3] = _option(4, "bits of the codec; with amaq the mean of the trained widths")
     ranges: Literal["fitted", "full"] = _option(
         "fitted",
-        "of channels of activations, with channel and amaq: fitted to their mean and deviation, "
+        "ranges of activations with channel and amaq: fitted to mean and deviation of a channel, "
         "which clips outliers, or from minimum to maximum",
     )
     gradients: Literal["none", "bf16", "int8", "int6", "int5", "int4", "int3"] = _option(
@@ -117,10 +112,7 @@ class SplitSettings:
         """Return the plain data that is compared when a client connects.
 
         The name of the model is left out, since a folder may have another one on each machine.
-
-        Args:
-            model_config: the ``PretrainedConfig``.
-            ends: a digest of embeddings and head, where the client has them.
+        ``ends`` is a digest of embeddings and head, where the client has them.
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
         shape = {k: v for k, v in model_config.to_diff_dict().items() if k not in _INCIDENTAL}

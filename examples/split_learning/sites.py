@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,14 +34,14 @@ class SiteShape:
     """The part of a site that both ends know beforehand.
 
     Attributes:
-        lines: unit that shares a width: a ``channel`` (the last dimension) or a ``position``.
-        num_lines: number of lines.
-        channels: size of the last dimension.
-        dtype: of the values.
-        ranges: of the lines.
+        by_row: A row of the last two dimensions shares a width, rather than a channel.
+        num_lines: Number of such rows or channels.
+        channels: Size of the last dimension.
+        dtype: Dtype of the values.
+        ranges: Ranges of the lines.
     """
 
-    lines: Literal["channel", "position"] = "channel"
+    by_row: bool = False
     num_lines: int
     channels: int
     dtype: torch.dtype
@@ -54,7 +53,7 @@ def site_shapes(settings: SplitSettings, packing: Packing, hidden: int) -> dict[
     by_row = packing.lines_are_rows
     sites = {
         name: SiteShape(
-            lines="position" if by_row else "channel",
+            by_row=by_row,
             num_lines=rows if by_row else width,
             channels=width,
             dtype=torch.float32,
@@ -70,47 +69,29 @@ def site_shapes(settings: SplitSettings, packing: Packing, hidden: int) -> dict[
 
 
 class Site:
-    """A tensor that crosses, at one end.
-
-    Args:
-        name: of the tensor.
-        shape: of the site.
-        settings: of both ends.
-
-    Raises:
-        OptionError: its channels cannot be cut into groups.
-    """
+    """A tensor that crosses, at one end. Payloads are ``[N]`` uint8, on the CPU if encoded here."""
 
     def __init__(self, name: str, shape: SiteShape, settings: SplitSettings) -> None:
-        self._name = name
         self._dtype = shape.dtype
         self._forward = _forward_codec(name, shape, settings)
         self._backward = _plain_codec(name, shape, settings.gradients, "--gradients bf16")
         # Widths are those of channels: rows that have them are encoded as columns.
-        self._turned = shape.lines == "position" and isinstance(self._forward, MixedCodec)
+        self._turned = shape.by_row and isinstance(self._forward, MixedCodec)
 
     def encode(self, x: Tensor, *, training: bool = True, samples: Tensor | None = None) -> Tensor:
-        """Return the payload, on the CPU.
+        """Return the payload of ``[..., channels]`` values.
 
-        Args:
-            x: ``[..., channels]``.
-            training: False in evaluation, of which AQ-SGD keeps nothing.
-            samples: ``[len(x)]`` int64, numbers of samples; AQ-SGD needs them.
+        AQ-SGD needs ``samples``, the ``[len(x)]`` int64 numbers of samples, and keeps nothing of
+        an evaluation.
         """
         values = self._turn(x.detach().to(self._dtype))
         return self._forward.encode(values, _message(training, samples)).cpu()
 
     def encode_and_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the payload, on the CPU, and the tensor that the other end decodes; AMAQ only."""
+        """Return the payload, and the tensor that the other end decodes; AMAQ only."""
         values = self._turn(x.detach().to(self._dtype))
-        payload, arrives = self._with_widths().encode_and_round(values, _message())
+        payload, arrives = self._mixed.encode_and_round(values, _message())
         return payload.cpu(), self._turn(arrives)
-
-    def _turn(self, x: Tensor) -> Tensor:
-        return x.mT if self._turned else x
-
-    def _turned_shape(self, shape: Sequence[int]) -> Sequence[int]:
-        return (*shape[:-2], shape[-1], shape[-2]) if self._turned else shape
 
     def decode(
         self,
@@ -120,12 +101,10 @@ class Site:
         training: bool = True,
         samples: Tensor | None = None,
     ) -> Tensor:
-        """Return the tensor, on the device of the payload; arguments as of `encode`.
-
-        Raises:
-            ValueError: a payload of another size.
-        """
-        message, shape = _message(training, samples), self._turned_shape(shape)
+        """Return the tensor, on the device of the payload."""
+        message = _message(training, samples)
+        if self._turned:
+            shape = (*shape[:-2], shape[-1], shape[-2])
         self._forward.nbytes(shape, self._dtype, message)
         decoded = self._forward.decode(payload, shape, self._dtype, message)
         return self._turn(decoded).contiguous()
@@ -135,30 +114,21 @@ class Site:
         return self._backward.encode(gradient.detach().to(self._dtype), _message()).cpu()
 
     def decode_gradient(self, payload: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the gradient, on the device of the payload.
-
-        Raises:
-            ValueError: a payload of another size.
-        """
+        """Return the gradient, on the device of the payload."""
         return self._backward.decode(payload, shape, self._dtype, _message())
 
     def set_widths(self, table: WidthTable) -> None:
         """Use these widths from now on; both ends, between two batches."""
-        self._with_widths().set_table(0, table)
+        self._mixed.set_table(0, table)
 
-    def _with_widths(self) -> MixedCodec:
+    @property
+    def _mixed(self) -> MixedCodec:
         if not isinstance(self._forward, MixedCodec):
-            raise ValueError(f"The codec {self._forward.name!r} of {self._name} has no widths.")
+            raise ValueError(f"The codec {self._forward.name!r} has no widths.")
         return self._forward
 
-    def nbytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a payload that AQ-SGD has seen before."""
-        bits = self._forward.bits_per_value(self._turned_shape(shape), self._dtype)
-        return round(bits * torch.Size(shape).numel() / 8)
-
-    def gradient_nbytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of the payload of a gradient."""
-        return self._backward.nbytes(shape, self._dtype, _message())
+    def _turn(self, x: Tensor) -> Tensor:
+        return x.mT if self._turned else x
 
 
 def open_sites(shapes: Mapping[str, SiteShape], settings: SplitSettings) -> dict[str, Site]:

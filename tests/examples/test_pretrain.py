@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pretrain
 import pytest
@@ -13,6 +14,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from pretraining import report
+from pretraining.hugging_face import HuggingFaceConfig, resolve_config
 
 from lq_lightning.callbacks import activation_quantization, adaptive_bits
 
@@ -109,6 +111,17 @@ def test_configs_parse_and_take_overrides(name: str, examples: Path) -> None:
     assert strategy["init_args"]["gradients"] == "TLq"
     assert config["trainer"]["max_steps"] == 7
     assert config["seed_everything"] == 42
+
+
+def test_llama3_8b_has_its_published_size(examples: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config: Any = _printed_config("fit", f"--config={examples}/configs/llama3_8b_32k.yaml")
+    source = HuggingFaceConfig(config="llama", overrides=config["model"]["hf_overrides"])
+    shape = resolve_config(source, 264, config["data"]["block_size"])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(shape)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
+    assert shape.max_position_embeddings == 32768
 
 
 def test_activations_of_one_device(
@@ -291,6 +304,10 @@ def test_hugging_face_with_adapters(options: list[str], tmp_path: Path) -> None:
         ("--model.lora.rank=2", "works on Hugging Face models only"),
         ("--model.hf_save_to=out", "need `--model.hf_config`"),
         ("--model.optimizer.lr=-1", "lr=-1.0. must be positive"),
+        ("--model.optimizer.min_lr_ratio=2", "min_lr_ratio.*ClosedUnitInterval"),
+        ("--model.loss_chunk=0", "loss_chunk.*PositiveInt"),
+        ("--model.decoder.num_layers=0", "num_layers=0. must be at least 1"),
+        ("--data.batch_size=0", "batch_size.*PositiveInt"),
         ("--model.decoder.num_heads=3", "does not split"),
         ("--data.tokenizer=/no/such.json", "neither 'byte' nor 'bpe'"),
     ],

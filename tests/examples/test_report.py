@@ -1,9 +1,10 @@
-"""The report, its plot, and what the quickstart prints."""
+"""The report, its plot, lines of progress, and what the quickstart prints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import quickstart
@@ -45,8 +46,6 @@ def test_report_round_trip(tmp_path: Path) -> None:
 
 
 def test_report_errors(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"Every `fit` .* writes one"):
-        report.read(tmp_path / "report.json")
     (tmp_path / "report.json").write_text('{"wire": null, "other": 1}')
     with pytest.raises(ValueError, match="is not a report"):
         report.read(tmp_path / "report.json")
@@ -57,7 +56,8 @@ def test_plot(case: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws the plot")
     full, quantized = _runs()
     run = {"no traffic": full, "nothing": report.Report(name="empty")}.get(case, quantized)
-    path = report.draw(run, full if case == "both" else None, tmp_path / "plots" / "report.png")
+    path = tmp_path / "plots" / "report.png"
+    report.draw(run, full if case == "both" else None, path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -94,6 +94,47 @@ def test_callback_without_quantized_communication() -> None:
         callback = callbacks.RunReport(plot=False)
         callback._count_traffic(trainer)
         assert callback.report.wire is None
+
+
+def test_progress_is_few_lines_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: clock.s)
+    metrics = {"loss": 2.1, "tokens/s": 10032.4, "MB/step": 0.9503, "uncompressed": 10.93}
+
+    def trainer(step: int, total: float = 300, **changes: Any) -> Any:
+        values = {
+            "global_step": step,
+            "estimated_stepping_batches": total,
+            "loggers": [],
+            "progress_bar_metrics": metrics | {"val_loss": 2.2},
+            "state": SimpleNamespace(fn="fit"),
+            "sanity_checking": False,
+        }
+        return SimpleNamespace(**(values | changes))
+
+    bar, other_rank = callbacks.ProgressLine(every_s=60), callbacks.ProgressLine(every_s=60)
+    other_rank.disable()
+    for shown in (bar, other_rank):
+        shown.on_train_start(trainer(0), None)
+        for step in range(1, 201):
+            clock.s += 1
+            shown.on_train_batch_end(trainer(step), None)
+        shown.on_validation_end(trainer(200), None)
+        shown.on_validation_end(trainer(200, sanity_checking=True), None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[0] for line in lines] == ["1", "61", "121", "181", "200"]
+    assert lines[-1].endswith("MB/step 0.9503  uncompressed 10.93  val_loss 2.200")
+    assert lines[1].startswith("61/300 (0:03:59 left)  loss 2.100  tokens/s 10032  MB/step 0.9503")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    terminal = callbacks.ProgressLine()
+    terminal.on_train_start(trainer(0), None)
+    for step in range(1, 12):
+        clock.s += 1
+        terminal.on_train_batch_end(trainer(step, total=float("inf")), None)
+    steps = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert steps == ["step 1", "step 6", "step 11"]
 
 
 def test_quickstart_comparison(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from lq_testing.split_runs import batches, client, load, serving, train
 from split_learning import protocol
 from split_learning.adapters import add_adapters
 from split_learning.frozen import FrozenModel
-from split_learning.gates import ClientGates
+from split_learning.link import ClientGates
 from split_learning.model import SplitModel
 from split_learning.models import load_model, read_config
 from split_learning.settings import SplitSettings
@@ -184,7 +184,7 @@ def test_activations_have_the_ranges_of_the_settings_and_adapters_full_ones(rang
     sites = open_sites(shapes, settings)
     for name, shape in shapes.items():
         x = torch.randn(200, shape.num_lines)
-        x = x if shape.lines == "channel" else x.mT.contiguous()
+        x = x.mT.contiguous() if shape.by_row else x
         decoded = sites[name].decode(sites[name].encode(x), x.shape)
         clipped = float((decoded - x).abs().max()) > 0.8
         assert clipped == (ranges == "fitted" and name in (EMBEDDED, HIDDEN))

@@ -17,8 +17,7 @@ from split_learning import models
 from split_learning import server as serve
 from split_learning.callbacks import SplitLearning
 from split_learning.settings import OptionError, SplitSettings
-from split_learning.wire.errors import AddressError, PeerLost
-from split_learning.wire.settings import Retry
+from split_learning.wire.common import AddressError, PeerLost, Retry
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.uninitialized_memory_ok  # transformers fills what it allocates later

@@ -20,10 +20,10 @@ from lq_testing.split_runs import batches, certificates, client, dial, load, ser
 from split_learning import client as fine_tune
 from split_learning import models, protocol
 from split_learning.callbacks import SplitLearning, WireReport
-from split_learning.lightning_module import FineTuning
+from split_learning.client import FineTuning
 from split_learning.model import SplitModel
 from split_learning.settings import SplitSettings
-from split_learning.wire.errors import PeerFailed, PeerLost, Refused
+from split_learning.wire.common import PeerFailed, PeerLost, Refused
 from split_learning.wire.messages import Message
 from torch.utils.data import DataLoader
 

@@ -14,24 +14,33 @@ from typing import Any
 
 import grpc
 
-from .call import METHOD, SERVICE, TERMS_KEY, channel_options, deadline, own_terms, read_terms
-from .errors import (
+from .common import (
+    METHOD,
+    SERVICE,
+    TERMS_KEY,
     TRANSIENT,
+    Address,
     AddressError,
     AuthenticationFailed,
+    Deadlines,
+    Limits,
     MalformedMessage,
     PeerFailed,
     PeerLost,
     PeerStalled,
     Refused,
+    Retry,
     ServerBusy,
     UnexpectedMessage,
     WireError,
+    deadline,
+    own_terms,
     printable,
+    read_terms,
+    show_address,
 )
 from .identity import SERVER_NAME, Identity
 from .messages import Message, Traffic, encode, read_message, stream_nbytes
-from .settings import Address, Deadlines, Limits, Retry, show_address
 
 logger = logging.getLogger(__name__)
 _GOODBYE_S = 2.0
@@ -57,13 +66,13 @@ def connect(
     """Connect to a server, each side with its certificate.
 
     Args:
-        address: host and port.
-        identity: of this client; ``NO_AUTHENTICATION`` if the server runs without.
-        configuration: plain data that must be equal to the server's.
-        limits: on received messages.
-        deadlines: for all that the server does.
-        retry: how often to try while the server cannot be reached or is busy; None tries once.
-        sleep: waits between attempts.
+        address: Host and port.
+        identity: Identity of this client; ``NO_AUTHENTICATION`` if the server runs without.
+        configuration: Plain data that must be equal to the server's.
+        limits: Limits on received messages.
+        deadlines: Deadlines for all that the server does.
+        retry: Attempts while the server cannot be reached or is busy; None tries once.
+        sleep: Waits between attempts.
 
     Raises:
         AddressError: there is no such host.
@@ -103,9 +112,6 @@ class Connection:
     """Messages to and from a server, for one thread. ``connect`` makes it.
 
     After any ``WireError`` nothing can be sent or received any more.
-
-    Attributes:
-        traffic: counts by kind and direction.
     """
 
     def __init__(
@@ -160,15 +166,12 @@ class Connection:
         self.traffic.sent[message.kind].add(nbytes, message.tensor_nbytes)
 
     def receive(self, *kinds: str) -> Message:
-        """Wait for the next message, which must be of one of these kinds.
-
-        Args:
-            kinds: allowed ones; none at all allows every kind.
+        """Wait for the next message, which must be of one of these kinds, if any are given.
 
         Raises:
             UnexpectedMessage: it is of another kind.
             PeerFailed: the server met an error; the text says which.
-            WireError: all other kinds.
+            WireError: all other errors.
         """
         try:
             received = read_message(self._next_piece, self._limits, self.traffic)
@@ -178,10 +181,10 @@ class Connection:
                 raise UnexpectedMessage(
                     f"The server sent {received.kind!r} where {' or '.join(kinds)} was expected."
                 )
+            return received
         except (MalformedMessage, UnexpectedMessage):
             self._call.cancel()
             raise
-        return received
 
     def close(self) -> None:
         """End the connection in good order; calling it again does nothing."""
@@ -199,8 +202,6 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         """End the connection."""
         self.close()
-
-    # --- parts ------------------------------------------------------------------------------------
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield what gRPC sends, on its thread; an empty piece tells the end from a broken line."""
@@ -264,7 +265,7 @@ class Connection:
 
 def _open_channel(address: str, identity: Identity | None, deadlines: Deadlines) -> grpc.Channel:
     options: list[tuple[str, Any]] = [
-        *channel_options(deadlines),
+        *deadlines.channel_options(),
         # Nothing is shared with an earlier attempt, whose pause would hold this one up.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),

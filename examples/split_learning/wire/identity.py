@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 
-from .errors import AuthenticationFailed, CertificateError
+from .common import AuthenticationFailed, CertificateError
 
 # The name in the server's certificate, whatever its address: no client's certificate has it.
 SERVER_NAME = "server.split-learning.invalid"
@@ -33,9 +33,9 @@ class Identity:
     """A machine's own certificate, and the authority that both sides trust.
 
     Attributes:
-        name: in the certificate.
-        own: private key and certificate, PEM; shown in no log.
-        authority: certificate of the only authority that may sign the other side's, PEM.
+        name: Name in the certificate.
+        own: Private key and certificate, PEM; shown in no log.
+        authority: Certificate of the only authority that may sign the other side's, PEM.
     """
 
     name: str
@@ -106,10 +106,7 @@ class Revoked:
     """The list of revoked certificates: a file of SHA-256 fingerprints, read when it has changed.
 
     Args:
-        path: of the file; text after ``#`` is a comment.
-
-    Raises:
-        CertificateError: the file cannot be read, or has other lines.
+        path: Path of the file; text after ``#`` is a comment.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -119,12 +116,7 @@ class Revoked:
         self._refresh()
 
     def check(self, auth_context: Mapping[str, list[bytes]]) -> str:
-        """Return the name of a client, read from its certificate.
-
-        Raises:
-            AuthenticationFailed: it has none, or a revoked one.
-            CertificateError: the list cannot be read any more.
-        """
+        """Return the name of a client, read from its certificate."""
         certificates = auth_context.get("x509_pem_cert", [])
         names = auth_context.get("x509_common_name", [])
         if len(certificates) != 1 or len(names) != 1:
@@ -170,11 +162,7 @@ def add_certificate_options(parser: argparse.ArgumentParser, role: str) -> None:
 def chosen_identity(
     options: argparse.Namespace, role: Literal["server", "client"]
 ) -> Identity | None:
-    """Return the identity that the options name.
-
-    Raises:
-        CertificateError: no certificate, and no word that none is wanted.
-    """
+    """Return the identity that the options name."""
     if options.no_authentication:
         return NO_AUTHENTICATION
     if options.certificate is None:

@@ -13,17 +13,23 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from .errors import MalformedMessage, TooLarge, UnexpectedMessage, UnsendableMessage
-from .settings import Limits
+from .common import (
+    PIECE_NBYTES,
+    Limits,
+    MalformedMessage,
+    TooLarge,
+    UnexpectedMessage,
+    UnsendableMessage,
+    load_json,
+)
 
-PIECE_NBYTES = 512 * 1024
 _HEADER_NBYTES = 256 * 1024
 _LENGTH = struct.Struct("<Q")
 _DTYPES = {
@@ -45,10 +51,7 @@ _T = TypeVar("_T")
 class Count:
     """Messages of one kind in one direction.
 
-    Attributes:
-        messages: how many.
-        nbytes: all their bytes in gRPC, below which HTTP/2 and TLS add about 0.3%.
-        tensor_nbytes: bytes of their tensors alone.
+    ``nbytes`` are their bytes in gRPC, to which HTTP/2 and TLS add about 0.3%.
     """
 
     messages: int = 0
@@ -63,12 +66,7 @@ class Count:
 
 
 class Traffic:
-    """What was sent and received, by kind of message.
-
-    Attributes:
-        sent: counts by kind; ``handshake`` is the comparison of configurations.
-        received: likewise.
-    """
+    """Counts by kind of message; ``handshake`` is the comparison of configurations."""
 
     def __init__(self) -> None:
         self.sent: defaultdict[str, Count] = defaultdict(Count)
@@ -86,9 +84,9 @@ class Message:
     """A message. Its sender may be mistaken: take the parts of a received one with checks.
 
     Attributes:
-        kind: what it is for.
-        fields: plain data, as JSON has it.
-        tensors: dense; on the CPU once received.
+        kind: Purpose.
+        fields: Plain data, as JSON has it.
+        tensors: Dense tensors; on the CPU once received.
     """
 
     kind: str
@@ -102,16 +100,7 @@ class Message:
         dtype: torch.dtype | None = None,
         shape: Sequence[int | None] | None = None,
     ) -> Tensor:
-        """Return a tensor.
-
-        Args:
-            name: of the tensor.
-            dtype: that it must have.
-            shape: that it must have; None stands for any size.
-
-        Raises:
-            UnexpectedMessage: there is none of this name, or it is another one.
-        """
+        """Return a tensor of this dtype and shape, in which None stands for any size."""
         found = self.tensors.get(name)
         if found is None:
             raise UnexpectedMessage(
@@ -130,11 +119,7 @@ class Message:
         return found
 
     def field(self, name: str, kind: type[_T]) -> _T:
-        """Return a field of exactly this type; an int is no bool and no float.
-
-        Raises:
-            UnexpectedMessage: there is none of this name, or it is of another type.
-        """
+        """Return a field of exactly this type; an int is no bool and no float."""
         value = self.fields.get(name)
         if type(value) is not kind:
             raise UnexpectedMessage(
@@ -150,15 +135,7 @@ class Message:
 
 
 def encode(message: Message, nbytes: int) -> list[memoryview]:
-    """Return the pieces of a message.
-
-    Args:
-        message: to send.
-        nbytes: that the other side takes.
-
-    Raises:
-        UnsendableMessage: too large, or with fields or tensors that no receiver takes.
-    """
+    """Return the pieces of a message to a side that takes ``nbytes``."""
     for name, tensor in message.tensors.items():
         if tensor.dtype not in _DTYPES.values() or tensor.layout is not torch.strided:
             raise UnsendableMessage(
@@ -207,13 +184,9 @@ def read_message(
     """Return the next message, or None where the other side has ended the stream.
 
     Args:
-        next_piece: returns the next piece, or nothing at the end; is told if it is the first one.
-        limits: on the message.
-        traffic: counts it.
-
-    Raises:
-        TooLarge: above a limit.
-        MalformedMessage: no message of this protocol.
+        next_piece: Returns the next piece, or nothing at the end; is told if it is the first one.
+        limits: Limits on the message.
+        traffic: Counts it.
     """
     piece = next_piece(True)
     if not piece:
@@ -292,23 +265,3 @@ def _check_tensor(name: str, entry: Any, limits: Limits) -> int:
             f"dimensions and {limits.nbytes} bytes."
         )
     return nbytes if all(shape) else 0
-
-
-def load_json(encoded: bytes | str) -> dict[str, Any]:
-    """Return the JSON object that a peer has sent.
-
-    Raises:
-        MalformedMessage: other bytes.
-    """
-    try:
-        data = json.loads(encoded, parse_constant=_refuse_constant)
-        json.dumps(data, ensure_ascii=False).encode()  # no halves of surrogate pairs
-    except (ValueError, RecursionError) as error:
-        raise MalformedMessage(f"A header is no plain JSON: {error}.") from error
-    if not isinstance(data, dict):
-        raise MalformedMessage(f"A header is a {type(data).__name__}, not an object.")
-    return data
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

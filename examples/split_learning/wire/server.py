@@ -11,28 +11,28 @@ from urllib.parse import unquote
 
 import grpc
 
-from .call import (
+from .common import (
     METHOD,
     SERVICE,
     TERMS_KEY,
-    channel_options,
-    deadline,
-    difference,
-    own_terms,
-    read_terms,
-)
-from .errors import (
+    Address,
     AuthenticationFailed,
     CertificateError,
+    Deadlines,
+    Limits,
     PeerLost,
     PeerStalled,
     Refused,
     WireError,
+    deadline,
+    difference,
+    own_terms,
     printable,
+    read_terms,
+    show_address,
 )
 from .identity import Identity, Revoked
 from .messages import Message, Traffic, encode, read_message, stream_nbytes
-from .settings import Address, Deadlines, Limits, show_address
 
 logger = logging.getLogger(__name__)
 Answer = Callable[[Message], Iterable[Message]]
@@ -47,17 +47,14 @@ class Server:
     """Answers the messages of several clients, each in a thread of its own.
 
     Args:
-        address: host and port to listen on; port 0 takes a free one.
-        identity: of the server, or ``NO_AUTHENTICATION``.
-        open_session: called for every client; returns what answers its messages, one by one.
-        configuration: plain data that must be equal to every client's.
-        revoked: list of certificates that are refused; needed with an identity.
-        limits: on received messages.
-        deadlines: for all that clients do.
-        max_clients: served at the same time; others are told that the server is busy.
-
-    Attributes:
-        address: host and port that it listens on.
+        address: Host and port to listen on; port 0 takes a free one, which ``address`` then has.
+        identity: Identity of the server, or ``NO_AUTHENTICATION``.
+        open_session: Called for every client; returns a function that answers its messages.
+        configuration: Plain data that must be equal to every client's.
+        revoked: List of certificates that are refused; needed with an identity.
+        limits: Limits on received messages.
+        deadlines: Deadlines for all that clients do.
+        max_clients: Clients served at the same time; others are told that the server is busy.
 
     Raises:
         ValueError: no list of revoked certificates, or less than one client.
@@ -89,7 +86,7 @@ class Server:
         self._server = grpc.server(
             self._threads,
             options=[
-                *channel_options(self._deadlines),
+                *self._deadlines.channel_options(),
                 ("grpc.so_reuseport", 0),  # two servers would share the clients of one port
                 ("grpc.http2.max_ping_strikes", 0),  # clients choose how often they ping
                 ("grpc.server_handshake_timeout_ms", round(1000 * self._deadlines.connect_s)),
@@ -122,8 +119,6 @@ class Server:
         )
         return port
 
-    # --- running ----------------------------------------------------------------------------------
-
     def serve_forever(self) -> None:
         """Serve clients until another thread calls ``stop``, or Ctrl-C raises; then call it too."""
         self._server.start()
@@ -142,8 +137,6 @@ class Server:
     def __exit__(self, *_: object) -> None:
         """End all connections."""
         self.stop()
-
-    # --- clients ----------------------------------------------------------------------------------
 
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the pieces of all answers to a client: gRPC's handler of a stream."""
@@ -170,11 +163,7 @@ class Server:
         context.abort(code, reason)
 
     def _identify(self, context: grpc.ServicerContext) -> str:
-        """Return the name in a client's certificate, which TLS has verified.
-
-        Raises:
-            AuthenticationFailed: it was revoked, or nobody can say whether it was.
-        """
+        """Return the name in a client's certificate, which TLS has verified."""
         if self._revoked is None:
             return "a client"
         try:

@@ -18,7 +18,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -51,9 +51,8 @@ _DIED = " died: "
 class RankError(RuntimeError):
     """A rank raised, died or did not finish in time.
 
-    Attributes:
-        rank: the first rank that failed (the lowest unfinished one after a timeout).
-        failures: what each failed rank reported, by rank, in the order in which they failed.
+    ``rank`` is the first rank that failed (the lowest unfinished one after a timeout), ``failures``
+    has what each failed rank reported, in the order in which they failed.
     """
 
     def __init__(self, message: str, rank: int, failures: dict[int, str]) -> None:
@@ -90,12 +89,6 @@ class _Rank:
     value: Any = None
 
 
-@dataclass(kw_only=True)
-class _Outcome:
-    failures: dict[int, str] = field(default_factory=dict)
-    deadline: float
-
-
 def free_port() -> int:
     """Return a TCP port on localhost that was free a moment ago."""
     with socket.socket() as sock:
@@ -113,26 +106,22 @@ def run_ranks(
     node_size: int | None = None,
     torchrun: bool = False,
     poison: bool = True,
-    start_method: str = "forkserver",
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes; return values by rank.
 
     Args:
-        fn: a module-level function (of a test file, say); closures and lambdas cannot travel.
-        world_size: number of processes.
-        args: picklable; CPU tensors are fine.
+        fn: Module-level function (of a test file, say); closures and lambdas cannot travel.
+        world_size: Number of processes.
+        args: Picklable arguments; CPU tensors are fine.
         backend: ``"gloo"`` or ``"nccl"`` (device = local rank): the default process group is made
             over a file store before ``fn`` and destroyed after it. ``None``: no process group (for
             code that makes its own, such as a Trainer).
-        timeout: seconds for everything; also the process group's timeout.
-        env: set on top of this process's environment (same on all ranks).
-        node_size: ranks per emulated node, for ``torchrun``'s variables; None = all on one node.
-        torchrun: set the variables that torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-            ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``NODE_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``,
-            ``TORCHELASTIC_RUN_ID``), which makes Lightning use its torchelastic environment.
-            Usually together with ``backend=None``.
-        poison: fill uninitialised memory on the ranks too.
-        start_method: ``"forkserver"`` (fast) or ``"spawn"``.
+        timeout: Seconds for everything; also the process group's timeout.
+        env: Variables on top of this process's environment (same on all ranks).
+        node_size: Ranks per emulated node, for ``torchrun``'s variables; None = all on one node.
+        torchrun: Set the variables that torchrun sets, which makes Lightning use its torchelastic
+            environment. Usually together with ``backend=None``.
+        poison: Fill uninitialised memory on the ranks too.
 
     Raises:
         RankError: with the first failing rank's traceback, the signal that killed it, or, after
@@ -145,7 +134,8 @@ def run_ranks(
     shares_gpus = SHARED_GPUS in os.environ
     if shares_gpus:
         node_size = 1
-    context = _context(start_method)
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
     port = free_port() if torchrun else 0
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="lq_ranks_") as scratch:
@@ -189,13 +179,6 @@ def _check_arguments(fn: Callable[..., Any], world_size: int, node_size: int | N
         )
 
 
-def _context(start_method: str) -> Any:
-    context = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        context.set_forkserver_preload(_PRELOAD)
-    return context
-
-
 def _torchrun_env(rank: int, world_size: int, node_size: int, port: int) -> dict[str, str]:
     node = str(rank // node_size)
     return {
@@ -234,21 +217,19 @@ def _start(context: Any, job: _Job) -> _Rank:
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
-    outcome = _Outcome(deadline=time.monotonic() + timeout)
+    deadline, failures = time.monotonic() + timeout, dict[int, str]()
     while pending := [r for r in ranks if not r.done]:
-        remaining = outcome.deadline - time.monotonic()
+        remaining = deadline - time.monotonic()
         ready = set(wait([r.connection for r in pending], max(remaining, 0.0)))
         if not ready:
             break
-        first_failure = not outcome.failures
-        for entry in sorted(_receive_all(pending, ready), key=lambda item: item[0]):
-            _, rank, failure = entry
-            if failure is not None:
-                outcome.failures[rank] = failure
-        if outcome.failures and first_failure:
-            outcome.deadline = min(outcome.deadline, time.monotonic() + _GRACE_S)
-    if outcome.failures:
-        raise _failure_error(_causes_first(outcome.failures), len(ranks))
+        first_failure = not failures
+        messages = sorted(_receive_all(pending, ready), key=lambda message: message[0])
+        failures |= {rank: failure for _, rank, failure in messages if failure is not None}
+        if failures and first_failure:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if failures:
+        raise _failure_error(_causes_first(failures), len(ranks))
     if pending:
         raise _timeout_error(pending, len(ranks), timeout)
     return [r.value for r in ranks]

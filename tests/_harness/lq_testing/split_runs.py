@@ -21,10 +21,10 @@ from split_learning.model import SplitModel
 from split_learning.session import Session
 from split_learning.settings import SplitSettings
 from split_learning.wire.client import Connection, connect
+from split_learning.wire.common import Deadlines, Retry
 from split_learning.wire.identity import Identity, Revoked, load_identity
 from split_learning.wire.messages import Message
 from split_learning.wire.server import Server
-from split_learning.wire.settings import Deadlines, Retry
 from torch import Tensor
 
 VOCAB = 264

@@ -13,11 +13,16 @@ from lq_testing import split_runs
 from lq_testing.split_runs import PATIENT, answering, certificates
 from split_learning import certificates as program
 from split_learning.wire.client import connect
-from split_learning.wire.errors import AuthenticationFailed, CertificateError, PeerLost, WireError
+from split_learning.wire.common import (
+    AuthenticationFailed,
+    CertificateError,
+    PeerLost,
+    WireError,
+    show_address,
+)
 from split_learning.wire.identity import NO_AUTHENTICATION, Identity, Revoked, load_identity
 from split_learning.wire.messages import Message
 from split_learning.wire.server import Server
-from split_learning.wire.settings import show_address
 
 TINY = {"model": "tiny"}
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from split_learning.wire.errors import (
+from split_learning.wire.common import (
+    Limits,
     MalformedMessage,
     TooLarge,
     UnexpectedMessage,
@@ -25,7 +26,6 @@ from split_learning.wire.messages import (
     encode,
     read_message,
 )
-from split_learning.wire.settings import Limits
 
 LIMITS = Limits(nbytes=100_000, tensors=4, dims=3)
 
