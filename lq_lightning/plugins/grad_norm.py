@@ -18,9 +18,9 @@ _NORMS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class PlainNorms(TorchFunctionMode):
-    """Inside this context a norm of a sharded tensor is a plain number, the same on every rank.
+    """Makes norms of sharded tensors plain numbers, the same on every rank.
 
-    Without it the norm is a DTensor scalar, which ``torch.tensor([...])`` (so Lightning's
+    Without it such a norm is a DTensor scalar, which ``torch.tensor([...])`` (so Lightning's
     ``grad_norm``) and metric logging do not accept. All ranks have to compute the same norms.
     """
 

@@ -25,8 +25,6 @@ from lq_lightning.plugins.grad_norm import PlainNorms
 __all__ = ["FullyShardedPrecision", "PrecisionName"]
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
-
-
 _NAMES = get_args(PrecisionName)
 _PART = (
     "a hook calls `torch.nn.utils.clip_grad_norm_`, but this rank has the gradients of its own "
@@ -64,33 +62,24 @@ class FullyShardedPrecision(Precision):
     precision: PrecisionName = "32-true"
     # set by a strategy whose ranks have gradients of different parameters
     clip_norm: Callable[[list[nn.Parameter], float], None] | None = None
-    # set by a strategy that leaves out steps; called before anything may change the gradients
+    # set by a strategy that skips steps; called before anything may change the gradients
     look_at_gradients: Callable[[Optimizer], None] | None = None
     casts_once = False  # within `casting_once`
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:
-        """Check and keep the name."""
         self.check_name(precision)
         self.precision = precision
         self.device_type = "cpu"  # set by the strategy before the first step
 
     @staticmethod
     def check_name(precision: str) -> None:
-        """Refuse what there is no equivalent of.
-
-        Raises:
-            ValueError: ``precision`` is none of the three names.
-        """
+        """Refuse precisions without an equivalent."""
         if precision not in _NAMES:
             raise _unsupported(f"precision={precision!r}")
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> FullyShardedPrecision:
-        """Replace one of Lightning's own plugins by the equivalent for FSDP2.
-
-        Raises:
-            ValueError: There is no equivalent.
-        """
+        """Replace one of Lightning's own plugins with its equivalent for FSDP2."""
         if isinstance(plugin, cls):
             return plugin
         if type(plugin) in (Precision, HalfPrecision, MixedPrecision, FSDPPrecision):
@@ -134,12 +123,12 @@ class FullyShardedPrecision(Precision):
 
     @contextmanager
     def casting_once(self) -> Generator[None, None, None]:
-        """Around forward passes, and backward passes between them, that share casts of weights.
+        """Let forward passes, and backward passes between them, share casts of weights.
 
         Not for weights that FSDP2 gathers. After a weight has changed, call
-        ``torch.clear_autocast_cache()``. Weights that need no gradient are cast in each pass, as
-        autocast keeps casts of the others only. The gradients of a weight that a pass uses several
-        times add up in bf16 behind its one cast.
+        ``torch.clear_autocast_cache()``. Frozen weights are cast in each pass, as autocast keeps
+        only casts of the others. Gradients of a weight that a pass uses several times add up in
+        bf16, behind its one cast.
         """
         if self.precision != "bf16-mixed":
             yield
@@ -161,25 +150,25 @@ class FullyShardedPrecision(Precision):
             torch.clear_autocast_cache()  # the user may be within an outer one
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Call the ``on_after_backward`` hooks; norms of sharded gradients are plain there."""
+        """Call the ``on_after_backward`` hooks, in which norms of sharded gradients are plain."""
         with PlainNorms():
             return super().post_backward(tensor, module)
 
     @contextmanager
     def adding_up(self, model: LightningModule) -> Generator[None, None, None]:
-        """Around the backward passes of one batch, of whose gradients only the sum is wanted."""
+        """Run the backward passes of one batch, of whose gradients only the sum is wanted."""
         yield
 
     def collect(self) -> None:
-        """Between two of these passes: take gradients that were written past autograd's hooks."""
+        """Take gradients that were written past autograd's hooks, between two of these passes."""
 
     @contextmanager
     def handing_out(self, model: LightningModule) -> Generator[None, None, None]:
-        """Around the reduction of that sum; behind it the gradients are complete."""
+        """Reduce that sum; afterwards the gradients are complete."""
         yield
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip each element, after a look at what that hides (with manual optimization as well)."""
+        """Clip each element, after a look at infinite gradients that clipping hides."""
         if self.look_at_gradients is not None:
             self.look_at_gradients(optimizer)
         super().clip_grad_by_value(optimizer, clip_val)
@@ -195,16 +184,11 @@ class FullyShardedPrecision(Precision):
         trainer = model.trainer
         if self.look_at_gradients is not None:
             self.look_at_gradients(optimizer)
-        whole = self.clip_norm is None
-        with nullcontext() if whole else refuse_norm_clipping(_PART):
+        with nullcontext() if self.clip_norm is None else refuse_norm_clipping(_PART):
             with PlainNorms():
                 call_hooks(trainer, "on_before_optimizer_step", optimizer)
-            self._clip_gradients(
-                model,
-                optimizer,
-                trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            )
+            value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
 
     def run_closure(
         self, model: LightningModule, optimizer: Any, closure: Callable[[], Any]

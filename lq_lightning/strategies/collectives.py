@@ -1,4 +1,4 @@
-"""Quantized collectives of a strategy: chosen, installed, compared, reported and saved."""
+"""The quantized collectives of a strategy: choosing, installing, checking and saving them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lq_lightning._compat.torch import all_linked_by_nvlink
+from lq_lightning.checkpoint.checkpointer import StrategyPart
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
@@ -22,7 +23,7 @@ from lq_lightning.data_parallel import (
     quantize_communication,
 )
 from lq_lightning.foundation.checks import check_choice
-from lq_lightning.strategies.optimizer_steps import StrategyPart, warn_on_first
+from lq_lightning.strategies.optimizer_steps import warn_on_first
 from lq_lightning.strategies.options import (
     FSDPOptions,
     GradientName,
@@ -36,14 +37,14 @@ Auto = Literal["auto"]
 
 
 class WeightOption(NamedTuple):
-    """A weight method by name, whose replica mode may still be open."""
+    """A weight method by name, with a replica mode, either of them perhaps still to be chosen."""
 
     method: Literal["auto", "qWD", "qW"]
     replica: Literal["auto", "full", "node"]
 
 
 def nvlink_inside_nodes(device: torch.device, node_size: int) -> bool:
-    """Whether every rank sees that NVLink connects all GPUs of its node. All ranks must call it."""
+    """Whether every rank sees NVLink between all GPUs of its node; all ranks must call it."""
     linked = False
     if device.type == "cuda":
         try:
@@ -66,13 +67,13 @@ def choose_quantization(
     """Replace every ``"auto"`` by a choice.
 
     On one node of GPUs linked by NVLink nothing is quantized: FSDP2's collectives hide behind the
-    computation there, and quantized ones can at best be as fast. Anywhere else weights travel as
-    ``"qWD"`` and gradients as ``"TLq-HS"``. The replica is shared by a node if NVLink makes reading
-    it cheap, since that takes less memory, and full on every rank otherwise.
+    computation there, and quantized ones are at best as fast. Anywhere else weights travel as
+    ``"qWD"`` and gradients as ``"TLq-HS"``. The ranks of a node share a replica if NVLink makes
+    reading it cheap, since that takes less memory; otherwise each rank has a full one.
 
     Returns:
         Quantization of weights and of gradients (None: FSDP2's own collective), and the choice with
-        its reason (empty if nothing was left open).
+        its reason (empty if there was nothing to choose).
     """
     fast = topology.num_nodes == 1 and nvlink
     notes = []
@@ -105,19 +106,16 @@ def _reason(notes: list[str], topology: Topology, nvlink: bool) -> str:
 
 
 class QuantizedCollectives(StrategyPart):
-    """How weights are gathered and gradients reduced among the ranks that share a model.
+    """Gathers weights and reduces gradients among the ranks that share a model.
 
     Args:
         strategy: Gives the device and the attached module.
         given: Options that the user has set.
 
     Attributes:
-        weights: How weights are gathered; may be left open.
-        gradients: How gradients are reduced; may be left open.
+        weights: Quantization of weights, perhaps still to be chosen.
+        gradients: Quantization of gradients, perhaps still to be chosen.
         step_group: Ranks that take or skip an optimizer step together; None are all.
-
-    Raises:
-        ValueError: An option has a value outside its choices.
     """
 
     tensor_kinds = ("replica",)
@@ -164,8 +162,6 @@ class QuantizedCollectives(StrategyPart):
         communication: QuantizedCommunication | None = None if record is None else record.extra
         return communication
 
-    # --- setup ------------------------------------------------------------------------------------
-
     def install(
         self,
         module: LightningModule,
@@ -176,13 +172,12 @@ class QuantizedCollectives(StrategyPart):
 
         Args:
             module: Sharded over the ranks of ``topology``.
-            topology: Ranks and nodes that share the module.
-            vocabulary: Its embeddings and heads; None where they can be told from it.
+            vocabulary: Embeddings and heads of the module; None to find them in it.
         """
         if topology.world_size == 1:
             return None
         is_open = self.gradients == "auto" or isinstance(self.weights, WeightOption)
-        # Every rank takes the same branches: options are equal, and this is agreed on.
+        # every rank takes the same branches: options are equal, and this is agreed on
         nvlink = is_open and nvlink_inside_nodes(self._strategy.root_device, topology.node_size)
         weights, gradients, reason = choose_quantization(
             self.weights, self.gradients, topology, nvlink
@@ -226,8 +221,6 @@ class QuantizedCollectives(StrategyPart):
         """Warn on rank zero of options that do nothing in this run, if any of them was given."""
         warn_without_effect(self._owner, self._given, names, why)
 
-    # --- steps ------------------------------------------------------------------------------------
-
     def after_optimizer_step(self, stepped: bool) -> None:
         """Compare the weight replicas every so many steps."""
         communication, every = self.communication, self._options.check_replicas_every_n_steps
@@ -244,14 +237,12 @@ class QuantizedCollectives(StrategyPart):
                 )
 
     def on_step_error(self) -> None:
-        """Let no reduction write to memory that is freed now, and keep nothing of the step."""
+        """Join reductions before their memory is freed, and drop the state of the step."""
         if (communication := self.communication) is not None:
             communication.recover()
 
-    # --- checkpoints ------------------------------------------------------------------------------
-
     def on_weights_loaded(self) -> None:
-        """Gather the loaded weights in full precision first."""
+        """Gather the loaded weights in full precision next."""
         if (communication := self.communication) is not None:
             communication.invalidate()
 
@@ -268,11 +259,9 @@ class QuantizedCollectives(StrategyPart):
     ) -> None:
         """Continue with the saved replica, or from the weights if there is none."""
         communication = self.communication
-        if communication is None:
-            return
-        if "communication" in values:
+        if communication is not None and "communication" in values:
             communication.load_state_dict(values["communication"], tensors.get("replica", {}))
-        else:
+        elif communication is not None:
             communication.invalidate()
 
 

@@ -1,4 +1,4 @@
-"""Parts of a strategy, and the one that decides when gradients are reduced and used."""
+"""When gradients are reduced in gradient accumulation, and whether an optimizer step uses them."""
 
 from __future__ import annotations
 
@@ -19,40 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from lq_lightning._compat.lightning import accumulation_window
 from lq_lightning._compat.modules import discard_unreduced_gradients
 from lq_lightning._compat.tensors import local_tensor
-
-
-class StrategyPart:
-    """A part of a strategy; its hooks run on all ranks and do nothing by default.
-
-    Attributes:
-        tensor_kinds: Kinds of tensors that :meth:`load_extra_state` wants from a checkpoint.
-    """
-
-    tensor_kinds: tuple[str, ...] = ()
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before forward, backward and the update."""
-
-    def after_optimizer_step(self, stepped: bool) -> None:
-        """Called after every optimizer step; ``stepped`` is False if it was left out."""
-
-    def on_step_error(self) -> None:
-        """Called after an error in a step method or backward, before FSDP2's state is reset."""
-
-    def before_save(self) -> None:
-        """Called before all ranks save a state together."""
-
-    def on_weights_loaded(self) -> None:
-        """Called after the weights were replaced by those of a checkpoint."""
-
-    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Plain values for a checkpoint, and DTensors by kind and parameter."""
-        return {}, {}
-
-    def load_extra_state(
-        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Restore what :meth:`extra_state` returned; tensors are sharded for this world size."""
+from lq_lightning.checkpoint.checkpointer import StrategyPart
 
 
 def warn_on_first(group: dist.ProcessGroup | None, message: str) -> None:
@@ -69,14 +36,10 @@ class OptimizerSteps(StrategyPart):
     Gradients are examined before hooks and clipping as well as after: clipping by value, or a hook
     that clamps, makes an infinite gradient finite but not right.
 
-    Args:
-        skip_nonfinite: Leave out steps with infinite or NaN gradients.
-        reduce_every_microbatch: Never defer a reduction.
-
     Attributes:
-        num_skipped: Steps that were left out.
-        skips: As given in ``skip_nonfinite``.
-        defers: Whether backward passes but the last of a window may leave gradients unreduced.
+        num_skipped: Number of skipped steps.
+        skips: Whether steps with infinite or NaN gradients are skipped.
+        defers: Whether backward passes but the last of a window leave gradients unreduced.
     """
 
     def __init__(self, skip_nonfinite: bool, reduce_every_microbatch: bool) -> None:
@@ -84,15 +47,11 @@ class OptimizerSteps(StrategyPart):
         self.skips = skip_nonfinite
         self.defers = not reduce_every_microbatch
         self._module: LightningModule | None = None  # sharded
-        self._pending = False  # gradients that no backward has reduced, so no `zero_grad` finds
+        self._pending = False  # gradients not reduced yet, which no `zero_grad` finds
         self._largest: dict[Optimizer, list[Tensor]] = {}
 
     def set_up(self, module: LightningModule, optimizers: list[Optimizer]) -> None:
-        """Start a run of ``fit``; drop gradients that an interrupted one left in the module.
-
-        Raises:
-            NotImplementedError: L-BFGS with ``skip_nonfinite_steps``.
-        """
+        """Start a run of ``fit``; drop gradients that an interrupted one has left in the module."""
         if self.skips and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise NotImplementedError(
                 "`skip_nonfinite_steps=True` does not work with `LBFGS`, which evaluates the "
@@ -104,11 +63,9 @@ class OptimizerSteps(StrategyPart):
         if self._module is not None:
             discard_unreduced_gradients(self._module)
 
-    # --- when gradients are reduced ---------------------------------------------------------------
-
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Around a backward after which another one of the same window follows."""
+        """Run a backward that is not the last of its accumulation window."""
         if self._module is None or not self.defers:
             yield
             return
@@ -121,7 +78,7 @@ class OptimizerSteps(StrategyPart):
             root.set_requires_gradient_sync(True)
 
     def start_batch(self) -> None:
-        """Drop the state of an interrupted window, as ``zero_grad`` does without sharding."""
+        """Drop gradients of an interrupted window, as ``zero_grad`` does without sharding."""
         self._largest.clear()
         module = self._module
         if module is None or not self._pending or not module.automatic_optimization:
@@ -131,13 +88,11 @@ class OptimizerSteps(StrategyPart):
             self._pending = False
 
     def after_optimizer_step(self, stepped: bool) -> None:
-        """Note that an optimizer step used the gradients."""
+        """Note that the gradients are used."""
         self._pending = False
 
-    # --- whether they are used --------------------------------------------------------------------
-
     def examine(self, optimizer: Optimizer | LightningOptimizer) -> None:
-        """Record this rank's gradients as they are now; does not wait for the device."""
+        """Record the largest of this rank's gradients now; does not wait for the device."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
@@ -153,13 +108,12 @@ class OptimizerSteps(StrategyPart):
         group: dist.ProcessGroup | None,
         **kwargs: Any,
     ) -> tuple[Any, bool]:
-        """Step unless a rank of the group has found a gradient that is not finite.
+        """Step unless a rank of the group (None: of all) has found a gradient that is not finite.
 
         Args:
             optimizer: Takes the step, with ``kwargs``.
             run_closure: Runs forward, backward, hooks and clipping.
             device: Where the ranks exchange their findings.
-            group: Ranks that take or leave out the step together; None are all.
 
         Returns:
             The closure's result, and whether the optimizer stepped.
@@ -175,16 +129,19 @@ class OptimizerSteps(StrategyPart):
             return result, True
         self.num_skipped += 1
         optimizer.zero_grad()
+        warn_on_first(
+            group,
+            "optimizer step skipped because of infinite or NaN gradients "
+            f"({self.num_skipped} so far); disable with `skip_nonfinite_steps=False`",
+        )
         return result, False
 
-    # --- checkpoints ------------------------------------------------------------------------------
-
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """The number of steps that were left out."""
+        """The number of skipped steps."""
         return {"num_skipped_steps": self.num_skipped} if self.num_skipped else {}, {}
 
     def load_extra_state(
         self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Continue to count."""
+        """Continue counting."""
         self.num_skipped = int(values.get("num_skipped_steps", 0))

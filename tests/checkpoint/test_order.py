@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lq_lightning import OptimizerQuantization, QuantizedPrecision
-from lq_lightning.checkpoint import by_name
+from lq_lightning.checkpoint import state as states
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO
 from lq_lightning.checkpoint.state import load_optimizer
@@ -167,17 +167,17 @@ def test_names_that_torch_keeps_are_used_and_foreign_parameters_are_left_alone()
     model["a"](model["b"](torch.ones(1, 2))).sum().backward()
     saving.step()
     loading = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    state = by_name.state_by_name(model, loading, saving.state_dict())
+    state = states.state_by_name(model, loading, saving.state_dict())
     assert state is not None
     load_optimizer(model, loading, state)
     for name, parameter in named:
         buffer = saving.state[parameter]["momentum_buffer"]
         assert torch.equal(loading.state[parameter]["momentum_buffer"], buffer), name
     part = torch.optim.SGD(model["a"].named_parameters(), lr=1.0)  # names of the part alone
-    assert by_name.state_by_name(model, loading, part.state_dict()) is None
+    assert states.state_by_name(model, loading, part.state_dict()) is None
     foreign = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    assert by_name.with_names(model, foreign, saved := foreign.state_dict()) is saved
-    assert by_name.state_by_name(model, foreign, {**saved, by_name.NAMES: ["a.bias"]}) is None
+    assert states.with_names(model, foreign, saved := foreign.state_dict()) is saved
+    assert states.state_by_name(model, foreign, {**saved, states.NAMES: ["a.bias"]}) is None
 
 
 @pytest.mark.parametrize(

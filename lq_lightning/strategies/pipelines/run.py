@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lq_lightning.checkpoint.checkpointer import StrategyPart
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
@@ -28,7 +29,6 @@ from lq_lightning.pipeline.partition import StageModule, kept_stages
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators, mixed_seed
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies.optimizer_steps import StrategyPart
 from lq_lightning.strategies.pipelines.logs import LogCall, Logged, replay, sum_over_pipelines
 from lq_lightning.strategies.pipelines.options import PipelineOptions, learner_of
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
