@@ -112,8 +112,8 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool, folder: Path)
     wanted = {key: path for key, path in checkpoint.paths.items() if is_wanted(path)}
     flat: dict[str, Any] = {}
     for key in wanted:
-        size, dtype = checkpoint.size(key), checkpoint.dtype(key)
-        flat[key] = None if size is None or dtype is None else _mapped(size, dtype, folder)
+        described = checkpoint.tensor(key)
+        flat[key] = None if described is None else _mapped(*described, folder)
     checkpoint.load(flat)
     state = unflatten_checkpoint(flat, wanted)
     content = checkpoint.read_meta() if everything else {}

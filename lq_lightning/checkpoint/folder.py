@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -108,14 +108,14 @@ def _write(tensors: dict[str, Any], meta: dict[str, Any], path: Path, ranks: Ran
         unfinished.mkdir()
 
     _on_first(ranks, path, begin)
-    writer = ChecksumWriter(unfinished)
+    writer = _ChecksumWriter(unfinished)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         with _dcp_arguments(ranks) as among:
             save(tensors, storage_writer=writer, planner=planner, **among)
     except CheckpointException as error:  # DCP raises it on all ranks
         _on_first(ranks, path, lambda: remove(unfinished))
-        rank, cause = first_failure(error)
+        rank, cause = _first_failure(error)
         why = f"{type(cause).__name__}: {cause}"
         raise RuntimeError(f"rank {rank} could not write the checkpoint `{path}`: {why}") from error
     checksums = {n: c for part in ranks.all_gather(writer.checksums) for n, c in part.items()}
@@ -212,7 +212,7 @@ class ShardedCheckpoint:
         metadata = read_metadata(self.path, self._weights_only)
         if verify and checksums is None:
             self._check_mark(metadata)
-        needed = needed_nbytes(self.path, metadata)
+        needed = _needed_nbytes(self.path, metadata)
         for name, size in needed.items():
             file = self.path / name
             found = file.stat().st_size if file.is_file() else -1
@@ -249,28 +249,24 @@ class ShardedCheckpoint:
         depth = len(prefix)
         return {k: p[depth:] for k, p in self.paths.items() if p[:depth] == prefix}
 
-    def size(self, key: str) -> torch.Size | None:
-        """Shape of a stored tensor; ``None`` for other values."""
-        size: torch.Size | None = getattr(self.entries[key], "size", None)
-        return size
-
-    def dtype(self, key: str) -> torch.dtype | None:
-        """Dtype of a stored tensor; ``None`` for other values."""
-        properties = getattr(self.entries[key], "properties", None)
-        return None if properties is None else properties.dtype
+    def tensor(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape and dtype of a stored tensor; ``None`` for other values."""
+        entry = self.entries[key]
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        return (entry.size, entry.properties.dtype) if is_tensor else None
 
     def load(self, flat: dict[str, Any]) -> None:
         """Fill the tensors of ``flat`` in place and replace its other values.
 
         All ``ranks`` must call it; their keys may differ. All raise an error of one.
         """
-        reader = GivenMetadataReader(self.path, self._metadata)
-        planner = SafeLoadPlanner(self._weights_only)
+        reader = _MetadataReader(self.path, self._metadata)
+        planner = _SafeLoadPlanner(self._weights_only)
         try:
             with _dcp_arguments(self.ranks) as among:
                 load(flat, storage_reader=reader, planner=planner, **among)
         except CheckpointException as error:  # DCP raises it on all ranks
-            rank, cause = first_failure(error)
+            rank, cause = _first_failure(error)
             if isinstance(cause, pickle.UnpicklingError):
                 raise explain_unpickling(self.path, cause) from error
             why = f"{type(cause).__name__}: {cause}"
@@ -282,9 +278,8 @@ class ShardedCheckpoint:
 # --- torch.distributed.checkpoint with checksums and restricted unpickling ---------------------
 
 
-def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """Return the first rank (of the group) that failed in DCP, and its error."""
-    rank = min(error.failures)
+def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    rank = min(error.failures)  # of the group
     return rank, error.failures[rank][0]
 
 
@@ -298,7 +293,6 @@ class _ChecksumFileSystem(FileSystem):
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
-        """Open a file; one that is written starts empty."""
         if mode == "wb":
             with ChecksumFile(Path(path)) as file:
                 yield file
@@ -308,12 +302,11 @@ class _ChecksumFileSystem(FileSystem):
                 yield stream
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file that was written."""
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
-class ChecksumWriter(FileSystemWriter):
+class _ChecksumWriter(FileSystemWriter):
     """Writes one file per rank; ``checksums`` are those of this rank's files, by name."""
 
     def __init__(self, path: Path) -> None:
@@ -322,13 +315,12 @@ class ChecksumWriter(FileSystemWriter):
         self.checksums = files.checksums
 
     def storage_meta(self) -> StorageMeta | None:
-        """Describe the checkpoint, and note that there are checksums."""
         described = super().storage_meta()
         setattr(described, _MARK, CHECKSUMS_FILENAME)
         return described
 
 
-class GivenMetadataReader(FileSystemReader):
+class _MetadataReader(FileSystemReader):
     """Reads data files whose metadata was read before."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
@@ -340,7 +332,7 @@ class GivenMetadataReader(FileSystemReader):
         return self._metadata
 
 
-class SafeLoadPlanner(DefaultLoadPlanner):
+class _SafeLoadPlanner(DefaultLoadPlanner):
     """Fills a flat state dict and unpickles its non-tensor leaves with ``weights_only``.
 
     DCP itself reads tensors with ``weights_only=True``.
@@ -351,7 +343,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         self._weights_only = weights_only
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle one leaf."""
         leaf = torch.load(value, map_location="cpu", weights_only=self._weights_only)
         self.state_dict[read_item.dest_index.fqn] = leaf
 
@@ -381,14 +372,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def load(self) -> Any:
-        """Unpickle, and undo any change to classes."""
         try:
             return super().load()
         finally:
             self._check_classes()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class or value."""
         found = self._find(module, name)
         if isinstance(found, type) and found.__flags__ & _CAN_BE_CHANGED:
             for shared in (found, *getattr(found, "__members__", {}).values()):
@@ -450,7 +439,7 @@ def read_metadata(folder: Path, weights_only: bool) -> Metadata:
     return metadata
 
 
-def needed_nbytes(folder: Path, metadata: Metadata) -> dict[str, int]:
+def _needed_nbytes(folder: Path, metadata: Metadata) -> dict[str, int]:
     """Least size of each data file, by name; refuses metadata that refers to other folders."""
     needed: dict[str, int] = {}
     try:

@@ -107,7 +107,7 @@ def load_full_checkpoint(
 
 
 def _verify(path: Path, ranks: RankGroup) -> None:
-    found = find_damaged_records(path, ranks) if zipfile.is_zipfile(path) else []
+    found = _find_damaged_records(path, ranks) if zipfile.is_zipfile(path) else []
     problems = [problem for part in ranks.all_gather(found) for problem in part]
     if problems:
         raise ValueError(f"`{path}` is damaged: {'; '.join(problems[:5])}. {REMEDY} {HOW_TO_SKIP}")
@@ -118,7 +118,7 @@ _CHUNK_NBYTES = 1 << 22
 _LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 
 
-def find_damaged_records(path: Path, ranks: RankGroup) -> list[str]:
+def _find_damaged_records(path: Path, ranks: RankGroup) -> list[str]:
     """Compare this rank's share of an archive's records with their CRC-32; describe the damaged.
 
     Archives written without checksums (``torch.serialization.set_crc32_options(False)``) pass.

@@ -256,18 +256,17 @@ def load_sharded_model(module: nn.Module, checkpoint: ShardedCheckpoint, strict:
         if unexpected:
             problems.append(f"not in the model: {', '.join(unexpected)}")
     for key, flat_key in wanted.items():
-        size, value = checkpoint.size(flat_key), current[key]
-        if size is not None and isinstance(value, Tensor) and size != value.shape:
-            problems.append(f"`{key}`: {tuple(size)} stored, {tuple(value.shape)} in the model")
+        described, value = checkpoint.tensor(flat_key), current[key]
+        if described and isinstance(value, Tensor) and described[0] != value.shape:
+            shapes = f"{tuple(described[0])} stored, {tuple(value.shape)} in the model"
+            problems.append(f"`{key}`: {shapes}")
+    remedy = " Set `strict_loading = False` on the LightningModule to load what fits by name."
 
     def check() -> None:
         if problems:
-            remedy = (
-                "Set `strict_loading = False` on the LightningModule to load what fits by name."
-            )
             raise RuntimeError(
                 f"`{checkpoint.path}` does not fit `{type(module).__name__}`: "
-                f"{'; '.join(problems)}.{f' {remedy}' if strict else ''}"
+                f"{'; '.join(problems)}.{remedy if strict else ''}"
             )
 
     checkpoint.ranks.together(check)
@@ -319,9 +318,10 @@ def load_sharded_optimizer(
 
 
 def _destination(checkpoint: ShardedCheckpoint, key: str, like: Tensor | None) -> Any:
-    size, dtype = checkpoint.size(key), checkpoint.dtype(key)
-    if size is None or dtype is None:
+    described = checkpoint.tensor(key)
+    if described is None:
         return None
+    size, dtype = described
     if isinstance(like, DTensor) and size == like.shape:
         return empty_like_sharded(like, dtype)
     return torch.empty(size, dtype=dtype)

@@ -69,9 +69,8 @@ class QuantizedPrecision(FullyShardedPrecision):
     def __init__(
         self,
         precision: PrecisionName = "32-true",
-        optimizer_state: Literal["expanded_fp8", "dynamic8", "fp8", "int8", "none"]
-        | OptimizerQuantization = "expanded_fp8",
-        gradient_buffer: Literal["int8", "fp8_e4m3", "none"] | CodecSpec = "int8",
+        optimizer_state: StateName | OptimizerQuantization = "expanded_fp8",
+        gradient_buffer: BufferName | CodecSpec = "int8",
     ) -> None:
         super().__init__(precision)
         owner, config = "QuantizedPrecision", OptimizerQuantization

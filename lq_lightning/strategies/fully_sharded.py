@@ -60,15 +60,14 @@ from lq_lightning.strategies.checks import (
     check_optimizer,
     check_start,
 )
-from lq_lightning.strategies.collectives import QuantizedCollectives
 from lq_lightning.strategies.failures import Failures, is_lost_rank
-from lq_lightning.strategies.optimizer_steps import OptimizerSteps
 from lq_lightning.strategies.options import (
     FSDPOptions,
     UnitSelector,
     check_option_names,
     given_options,
 )
+from lq_lightning.strategies.parts import OptimizerSteps, QuantizedCollectives
 from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
 from lq_lightning.strategies.sharding import (
     ChosenUnits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -32,10 +32,10 @@ from lq_lightning.foundation.agreement import broadcast_module_states, check_sam
 from lq_lightning.foundation.groups import RankGroups, shared_mesh
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.reporting import QuantizationReport
-from lq_lightning.strategies.collectives import QuantizedCollectives
 from lq_lightning.strategies.failures import Failures
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
+from lq_lightning.strategies.parts import QuantizedCollectives
 
 NODE, SHARD = "node", "data_parallel"  # axes of the mesh where nodes train alone
 
@@ -320,25 +320,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         seed: int = 0,
     ) -> None:
-        options = FSDPOptions(
-            weights=weights,
-            gradients=gradients,
-            replica=replica,
-            node_size=node_size,
-            min_quantized_numel=min_quantized_numel,
-            units=units,
-            reshard_after_forward=reshard_after_forward,
-            reduce_every_microbatch=reduce_every_microbatch,
-            skip_nonfinite_steps=skip_nonfinite_steps,
-            check_replicas_every_n_steps=check_replicas_every_n_steps,
-            on_drift=on_drift,
-            compile_units=compile_units,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            verify_checkpoints=verify_checkpoints,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            seed=seed,
-        )
+        given = locals()
+        options = FSDPOptions(**{field.name: given[field.name] for field in fields(FSDPOptions)})
         super().__init__(options)
         self._groups: ReplicaGroups | None = None
         if local_steps is not None:

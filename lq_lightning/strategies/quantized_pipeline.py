@@ -164,20 +164,11 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         reshard_after_forward: bool = False,
         **options: Any,
     ) -> None:
+        given = locals()
         check_option_names(QuantizedPipelineStrategy, options)  # from a subclass's `__init__`
         super().__init__(FSDPOptions(reshard_after_forward=reshard_after_forward, **options))
-        self._pipeline_options = PipelineOptions(
-            pipeline_size=pipeline_size,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            stages_per_rank=stages_per_rank,
-            split=split,
-            trunk=trunk,
-            forward_codec=forward_codec,
-            backward_codec=backward_codec,
-            tied_gradients=tied_gradients,
-            count_targets=count_targets,
-        )
+        own = {field.name: given[field.name] for field in fields(PipelineOptions)}
+        self._pipeline_options = PipelineOptions(**own)
         self._pipeline_options.check(type(self).__name__)
         if reshard_after_forward and pipeline_size != 1:
             raise ValueError(

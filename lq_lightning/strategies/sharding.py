@@ -91,7 +91,7 @@ def shard(
         layer_sync.apply(module)
     precision.convert_module(module)
     ranks = mesh.get_group()
-    if several:
+    if several:  # first compare: broadcasts of different shapes would hang or mix tensors
         check_alike(module, ranks)
         broadcast_module_states(module, parameters=True, group=ranks)
     plan = find_units(module, units)
@@ -103,7 +103,7 @@ def shard(
         refuse_writes_before_backward(group, name or "root")
         hook_hidden_outputs(unit)
     _materialize(module, device)
-    if several:
+    if several:  # buffers of the meta device have values only now
         broadcast_module_states(module, parameters=False, group=ranks)
     if not offloads_to_cpu(module):
         module.to(device)

@@ -19,7 +19,7 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     WeightQuantization,
 )
-from lq_lightning.strategies.collectives import WeightOption
+from lq_lightning.strategies.parts import WeightOption
 
 CLASS = "lq_lightning.QuantizedFSDPStrategy"
 PIPELINE = "lq_lightning.QuantizedPipelineStrategy"
