@@ -250,7 +250,7 @@ def _remove_at_once(path: Path) -> None:
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Point a symbolic link to ``target``, whatever has its name; the name never disappears."""
+    """Point a symbolic link to ``target``, replacing anything; its name never disappears."""
     new = incomplete_name(link)
     remove(new)
     new.symlink_to(os.path.relpath(target, link.parent))

@@ -252,8 +252,9 @@ class ShardedCheckpoint:
     def tensor(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
         """Shape and dtype of a stored tensor; ``None`` for other values."""
         entry = self.entries[key]
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        return (entry.size, entry.properties.dtype) if is_tensor else None
+        if isinstance(entry, TensorStorageMetadata):
+            return entry.size, entry.properties.dtype
+        return None
 
     def load(self, flat: dict[str, Any]) -> None:
         """Fill the tensors of ``flat`` in place and replace its other values.
@@ -307,7 +308,7 @@ class _ChecksumFileSystem(FileSystem):
 
 
 class _ChecksumWriter(FileSystemWriter):
-    """Writes one file per rank; ``checksums`` are those of this rank's files, by name."""
+    """Writes one file per rank; ``checksums`` are of this rank's files, by name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, single_file_per_rank=True)
@@ -420,7 +421,7 @@ def _attributes(shared: Any) -> dict[str, Any]:
 
 
 def read_metadata(folder: Path, weights_only: bool) -> Metadata:
-    """Read DCP's metadata; without ``weights_only`` this runs whatever the file says."""
+    """Read DCP's metadata; without ``weights_only`` this runs any code in the file."""
     path = folder / METADATA_FILENAME
     content = path.read_bytes()
     try:

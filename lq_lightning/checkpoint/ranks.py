@@ -44,7 +44,7 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that does what only one may do."""
+        """Whether this is the rank that writes, renames and removes."""
         return self.rank == 0
 
     def broadcast(self, value: T) -> T:

@@ -146,7 +146,7 @@ def _damage(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | None:
 
 
 def explain_unpickling(path: Path, error: pickle.UnpicklingError) -> Exception:
-    """A clearer error than that of ``torch.load``."""
+    """Translate an error of ``torch.load`` into a clearer one."""
     lines = [line.strip() for line in str(error).splitlines()]
     signs = ("WeightsUnpickler error", "unsupported GLOBAL")  # else the pickle itself is broken
     refused = [line for line in lines if any(sign in line for sign in signs)]

@@ -1,4 +1,4 @@
-"""Compute precision of models sharded by FSDP2."""
+"""Compute precision and gradient norms of models sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lq_lightning._compat.gradients import refuse_norm_clipping
 from lq_lightning._compat.lightning import call_hooks, convert_floating, default_dtype
-from lq_lightning.plugins.grad_norm import PlainNorms
 
-__all__ = ["FullyShardedPrecision", "PrecisionName"]
+__all__ = ["FullyShardedPrecision", "PrecisionName", "grad_norm"]
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 _NAMES = get_args(PrecisionName)
@@ -151,7 +152,7 @@ class FullyShardedPrecision(Precision):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Call the ``on_after_backward`` hooks, in which norms of sharded gradients are plain."""
-        with PlainNorms():
+        with _PlainNorms():
             return super().post_backward(tensor, module)
 
     @contextmanager
@@ -185,7 +186,7 @@ class FullyShardedPrecision(Precision):
         if self.look_at_gradients is not None:
             self.look_at_gradients(optimizer)
         with nullcontext() if self.clip_norm is None else refuse_norm_clipping(_PART):
-            with PlainNorms():
+            with _PlainNorms():
                 call_hooks(trainer, "on_before_optimizer_step", optimizer)
             value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
@@ -195,3 +196,57 @@ class FullyShardedPrecision(Precision):
     ) -> Any:
         """Forward, backward, hooks and clipping, without the optimizer step."""
         return self._wrap_closure(model, optimizer, closure)
+
+
+_NORMS: frozenset[Callable[..., Any]] = frozenset(
+    {torch.Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm}
+)
+
+
+class _PlainNorms(TorchFunctionMode):
+    """Makes norms of sharded tensors plain numbers, the same on every rank.
+
+    Without it such a norm is a DTensor scalar, which ``torch.tensor([...])`` (so Lightning's
+    ``grad_norm``) and metric logging do not accept. All ranks have to compute the same norms.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _NORMS and isinstance(result, DTensor):
+            return result.full_tensor()
+        return result
+
+
+def grad_norm(
+    module: nn.Module, norm_type: float | str = 2.0, group_separator: str = "/"
+) -> dict[str, Tensor]:
+    """Norm of every parameter's gradient and of all of them together, for any sharding.
+
+    Works in every hook between backward and the optimizer step. Every rank must call it.
+
+    Args:
+        module: Sharded or plain.
+        norm_type: The p of the p-norm, or ``"inf"``.
+        group_separator: Separates the prefix from the parameter name in the keys.
+
+    Returns:
+        ``{"grad_2.0_norm/<name>": ..., "grad_2.0_norm_total": ...}``, scalar tensors, the same on
+        every rank; empty if nothing has a gradient.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"`norm_type={norm_type!r}` is not valid: a positive number or 'inf'.")
+    norms: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            norm = torch.linalg.vector_norm(parameter.grad.detach(), p)
+            value = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norms[f"grad_{p}_norm{group_separator}{name}"] = value
+    if norms:
+        norms[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(
+            torch.stack([n.float() for n in norms.values()]), p
+        )
+    return norms

@@ -106,7 +106,7 @@ def check_shardable(root: nn.Module) -> None:
 
 
 def check_fully_sharded(root: nn.Module) -> None:
-    """Refuse what ranks would update differently, and what FSDP2 cannot reduce."""
+    """Refuse parameters that ranks would update differently, or FSDP2 could not reduce."""
     left = [n for n, p in root.named_parameters() if not isinstance(p, DTensor)]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""

@@ -30,12 +30,12 @@ class FSDPOptions:
     """Options of every strategy that shards by FSDP2; ``QuantizedFSDPStrategy`` explains them.
 
     Attributes:
-        weights: How weights are gathered.
-        gradients: How gradients are reduced.
-        replica: Where the weights that differences refer to are kept.
+        weights: Quantization of the weights' all-gather.
+        gradients: Quantization of the gradients' reduce-scatter.
+        replica: Placement of the reference weights that differences are taken from.
         node_size: Ranks per node; ``None`` takes it from Lightning.
-        min_quantized_numel: Smaller tensors travel in full precision.
-        units: Which modules are gathered as one piece.
+        min_quantized_numel: Smaller tensors are sent in full precision.
+        units: Modules that are gathered as one piece.
         reshard_after_forward: Free a unit's weights between forward and backward.
         reduce_every_microbatch: Do not defer reductions with ``accumulate_grad_batches``.
         skip_nonfinite_steps: Skip optimizer steps with infinite or NaN gradients.
@@ -45,7 +45,7 @@ class FSDPOptions:
         save_distributed_checkpoint: Write checkpoint directories with one file per rank.
         verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
-        timeout: How long a rank waits for others before the run fails; a number is seconds.
+        timeout: Time that a rank waits for others before the run fails; a number is seconds.
         seed: Base of the seeds of stochastic rounding.
     """
 

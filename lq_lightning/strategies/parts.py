@@ -131,7 +131,7 @@ class OptimizerSteps(StrategyPart):
         Args:
             optimizer: Takes the step, with ``kwargs``.
             run_closure: Runs forward, backward, hooks and clipping.
-            device: Where the ranks exchange their findings.
+            device: Device on which the ranks exchange their findings.
 
         Returns:
             The closure's result, and whether the optimizer stepped.

@@ -247,20 +247,19 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
     and the run is an ordinary single-device run.
 
     Args:
-        weights: How weights are gathered: ``"qWD"`` sends 4-bit differences to what every rank
-            already holds, once per optimizer step; ``"qW"`` sends 4-bit weights at every gather
-            (loses accuracy, for comparison); ``"none"`` is FSDP2's own gather. ``"auto"`` is
+        weights: Weight all-gather: ``"qWD"`` sends 4-bit differences from the weights that every
+            rank already holds, once per optimizer step; ``"qW"`` sends 4-bit weights in every
+            all-gather (loses accuracy, for comparison); ``"none"`` is FSDP2's own. ``"auto"`` is
             ``"none"`` on one node whose GPUs are all linked by NVLink, ``"qWD"`` anywhere else. Or
             a full ``WeightQuantization``.
-        gradients: How gradients are reduced: ``"TLq-HS"`` in 8 bits within a node and 4 bits
+        gradients: Gradient reduce-scatter: ``"TLq-HS"`` uses 8 bits within a node and 4 bits
             between nodes (more for embeddings and heads) after a Hadamard transform; ``"TLq"``
-            without the transform; ``"ULq"`` 4 bits everywhere; ``"QuanGrad"`` 8 bits everywhere
-            (AGoQ); ``"none"`` is FSDP2's own reduction. ``"auto"`` is ``"none"`` on one node whose
-            GPUs are all linked by NVLink, ``"TLq-HS"`` anywhere else. Or a full
-            ``GradientQuantization``.
-        replica: Where ``weights="qWD"`` keeps the weights that differences refer to: ``"full"`` on
-            every rank (2 bytes per parameter, no other weight traffic) or ``"node"`` shared by the
-            ranks of a node (2/node_size bytes, gathered inside the node when used). ``"auto"`` is
+            omits the transform; ``"ULq"`` uses 4 bits everywhere; ``"QuanGrad"`` 8 bits everywhere
+            (AGoQ); ``"none"`` is FSDP2's own. ``"auto"`` is ``"none"`` on one node whose GPUs are
+            all linked by NVLink, ``"TLq-HS"`` anywhere else. Or a full ``GradientQuantization``.
+        replica: Placement of the reference weights of ``weights="qWD"``: ``"full"`` on every rank
+            (2 bytes per parameter, no other weight traffic) or ``"node"``, sharded over the ranks
+            of a node (2/node_size bytes, all-gathered within the node when used). ``"auto"`` is
             ``"node"`` on several nodes with NVLink inside, else ``"full"``. A
             ``WeightQuantization`` brings its own.
         node_size: Ranks per node; ``None`` takes it from Lightning. A smaller number emulates
@@ -287,7 +286,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             rank; otherwise, and always on one rank, single files.
         verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
-        timeout: How long a collective waits for the other ranks before the run fails; a number is
+        timeout: Time that a collective waits for other ranks before the run fails; a number is
             seconds.
         seed: Base of the seeds of stochastic rounding.
 
@@ -381,7 +380,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks see different data, whatever they share."""
+        """Different data on all ranks, including those that share a module."""
         if self._alone is None:
             return super().distributed_sampler_kwargs
         return {"num_replicas": self.world_size, "rank": self.global_rank}

@@ -132,10 +132,10 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             batch alone, and a warning says so where that cannot be seen.
         reshard_after_forward: Has to be False with several stages: weights stay gathered during a
             batch, as every micro-batch needs them.
-        options: Those of ``QuantizedFSDPStrategy`` but ``local_steps``, for the ranks of a stage.
-            There ``units`` selects from the whole model, and None are the layers;
-            ``reduce_every_microbatch`` reduces after every batch of an accumulation, never for each
-            part of one; single-file checkpoints hold the whole model by its original names, too.
+        options: Options of ``QuantizedFSDPStrategy`` except ``local_steps``, for the ranks of a
+            stage. ``units`` selects from the whole model, and None means the layers;
+            ``reduce_every_microbatch`` reduces after every batch of an accumulation, never after a
+            micro-batch; single-file checkpoints too hold the whole model by its original names.
 
     Raises:
         ValueError: An option has a value outside its choices, or does not go with the others.
@@ -334,7 +334,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         return self._run
 
     def quantization_report(self) -> QuantizationReport | None:
-        """Report bytes over boundaries, and those of the collectives within stages."""
+        """Report also bytes over stage boundaries and of tied gradients."""
         report = super().quantization_report()
         if self._run is None:
             return report

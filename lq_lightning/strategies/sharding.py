@@ -254,7 +254,7 @@ def find_units(root: nn.Module, units: UnitSelector | ChosenUnits = None) -> Sha
 
     Args:
         root: The model, or a part of it in which modules have kept their names.
-        units: How to choose, or the choice in the whole model, of which ``root`` may hold nothing.
+        units: Selector, or units of the whole model, of which ``root`` may hold none.
     """
     named = _submodules(root)
     existing = tuple(name for name, module in named.items() if isinstance(module, FSDPModule))

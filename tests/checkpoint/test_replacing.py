@@ -251,19 +251,6 @@ def test_a_replacement_that_fails_leaves_the_previous_one(
     assert _content(path) == {"1"}
 
 
-def test_the_lock_of_a_killed_run_is_no_lock(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-
-    def killed() -> None:
-        with files.sole_writer(path):
-            _die()
-
-    assert _in_child(killed) == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1
-    AtomicCheckpointIO().save_checkpoint({"x": 1}, path)
-    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
-
-
 @pytest.mark.parametrize("folder", [True, False])
 def test_two_runs_that_replace_each_others_checkpoint_are_told(
     tmp_path: Path, folder: bool
