@@ -1,4 +1,4 @@
-"""Saving and restoring for FSDP2 strategies, at any world size and in both formats."""
+"""Saving and restoring for FSDP2 strategies, at any world size, as folders or single files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
-from lq_lightning.checkpoint import by_name, state
+from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint, move_links, put_back
 from lq_lightning.checkpoint.folder import (
     ShardedCheckpoint,
@@ -30,17 +30,22 @@ from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_ch
 from lq_lightning.foundation.agreement import broadcast_module_states
 from lq_lightning.foundation.parameters import tied_names
 
-ALL_RANKS = RankGroup()  # they write and read one checkpoint together
+ALL_RANKS = RankGroup()  # write and read one checkpoint together
 # Keys under which an open ShardedCheckpoint, and the path it came from, pass through Trainer.
 _SOURCE, _PATH = "_sharded_checkpoint", "_checkpoint_path"
 EXTRA = "lq_lightning"  # key of this package's own entry in a checkpoint
 # Kinds of tensors by parameter name in that entry; folders call "tensors" "replica".
 EXTRA_TENSORS = {"replica": "tensors", "velocity": "velocity", "anchor": "anchor"}
+_BEFORE_TRAINING = (
+    "the checkpoint was saved before training began, as by a run that failed at its start, and "
+    "holds no state of an optimizer. There is nothing to continue from: delete it, and start "
+    "without `ckpt_path`."
+)
 TIES = "ties"  # key under which a folder lists the tied weights
 
 
 def show_shards(module: nn.Module | None) -> None:
-    """Register the sharded parameters again if the last forward left gathered ones in place."""
+    """Reshard modules in which the last forward has left gathered parameters."""
     for submodule in () if module is None else module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
@@ -53,13 +58,11 @@ class ModelLayout:
     Here all ranks of ``shard_ranks`` share every tensor of the model, or each has all of it.
 
     Attributes:
-        module: The attached LightningModule.
         shard_ranks: Ranks that share the tensors of ``module``. Others hold other parts of the
             model under other names, and are saved into the same directory.
-        replica_group: Number of the group of ranks that this rank trains the model with, if there
-            are several. All have the weights of the first when a checkpoint is written, and
-            optimizers of their own.
-        replica_ranks: The ranks of that group.
+        replica_group: Number of this rank's replica group. All groups have the weights of the first
+            when a checkpoint is written, and optimizers of their own.
+        replica_ranks: Ranks of that group.
     """
 
     module: LightningModule
@@ -74,10 +77,7 @@ class ModelLayout:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """First name in the whole model by name of a tied parameter in this rank's part of it.
-
-        Optimizer states are saved under the first names.
-        """
+        """First name in the whole model, used for optimizer states, by name of a tied parameter."""
         return {}
 
     @property
@@ -86,10 +86,10 @@ class ModelLayout:
         return tied_names(self.module)
 
     def join_parts(self, part: dict[str, Any]) -> dict[str, Any]:
-        """Whole tensors of all parts of the model on the first rank, any dictionary elsewhere.
+        """Join the whole tensors of all parts of the model on the first rank; all ranks call it.
 
-        All ranks call it; ``part`` counts on the first of ``shard_ranks``. Values are tensors or
-        dictionaries of them, by parameter name.
+        ``part`` counts on the first of ``shard_ranks``: tensors or dictionaries of them, by
+        parameter name.
         """
         return part
 
@@ -100,47 +100,62 @@ class ModelLayout:
 
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state as one process has it, on the first rank; all ranks call it."""
-        return by_name.gather_optimizer(self.module, optimizer, ALL_RANKS)
+        return state.gather_optimizer(self.module, optimizer, ALL_RANKS)
 
     def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
-        """Load a state of one process or of :meth:`whole_optimizer_state`; all ranks call it."""
-        named = by_name.state_by_name(self.module, optimizer, whole)
+        """Load the state of one process or of :meth:`whole_optimizer_state`; all ranks call it."""
+        named = state.state_by_name(self.module, optimizer, whole)
         if named is None:
-            by_name.check_order(self.module, optimizer, self.shard_ranks)
+            state.check_order(self.module, optimizer, self.shard_ranks)
         strict = self.module.strict_loading
         state.load_optimizer(self.module, optimizer, named or whole, strict=strict)
 
 
-class TrainingState(Protocol):
-    """A part of a strategy whose state is saved beside Lightning's."""
+class StrategyPart:
+    """A part of a strategy; its hooks run on all ranks and do nothing by default.
 
-    @property
-    def tensor_kinds(self) -> tuple[str, ...]:
-        """Kinds of tensors that :meth:`load_extra_state` wants, of :data:`EXTRA_TENSORS`."""
+    Attributes:
+        tensor_kinds: Kinds of tensors that :meth:`load_extra_state` wants from a checkpoint.
+    """
+
+    tensor_kinds: tuple[str, ...] = ()
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called before forward, backward and the update."""
+
+    def after_optimizer_step(self, stepped: bool) -> None:
+        """Called after every optimizer step; ``stepped`` is False if it was skipped."""
+
+    def on_step_error(self) -> None:
+        """Called after an error in a step method or backward, before FSDP2's state is reset."""
+
+    def before_save(self) -> None:
+        """Called before all ranks save a state together."""
+
+    def on_weights_loaded(self) -> None:
+        """Called after a checkpoint has replaced the weights."""
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Plain values, and DTensors by kind and parameter."""
+        """Plain values for a checkpoint, and DTensors by kind and parameter."""
+        return {}, {}
 
     def load_extra_state(
         self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Restore what :meth:`extra_state` returned; tensors are sharded for this world size."""
 
-    def on_weights_loaded(self) -> None:
-        """Called after the weights were replaced by those of a checkpoint."""
-
 
 class Checkpointer:
     """Writes and reads the checkpoints of a strategy.
 
-    On one rank every checkpoint is one file. Restoring follows the order of a single device:
-    Trainer reads the checkpoint before ``setup`` (so its ``weights_only`` is honoured), the model's
-    state is loaded as soon as the model is sharded, before the optimizers are made.
+    On one rank every checkpoint is one file. Restoring follows the order of a single device: the
+    Trainer reads the checkpoint before ``setup`` (so its ``weights_only`` is honoured), and the
+    model's state is loaded once the model is sharded, before the optimizers are made.
 
     Args:
         strategy: Gives ranks, optimizers and the ``CheckpointIO`` of single files.
         layout: Returns how the attached module is spread over the ranks.
-        states: Parts of the strategy that have state of their own.
+        parts: Parts of the strategy, some with state of their own.
         distributed: Write directories on several ranks, not single files.
         verify: Compare checkpoints with their checksums before anything is loaded.
     """
@@ -149,24 +164,19 @@ class Checkpointer:
         self,
         strategy: ModelParallelStrategy,
         layout: Callable[[], ModelLayout],
-        states: Iterable[TrainingState],
+        parts: Iterable[StrategyPart],
         *,
         distributed: bool,
         verify: bool,
     ) -> None:
-        self._strategy, self._layout, self._states = strategy, layout, states
+        self._strategy, self._layout, self._parts = strategy, layout, parts
         self._distributed, self._verify = distributed, verify
         self._deferred_load: Callable[[], None] | None = None
         self._model_is_ready = False
-        self._newest: Path | None = None  # checkpoint that was saved to a file system
+        self._newest: Path | None = None  # the last local checkpoint
 
     def begin_run(self) -> None:
-        """Forget the run before.
-
-        Raises:
-            ValueError: Checkpoints are directories, which no ``CheckpointIO`` writes, but the user
-                has given one.
-        """
+        """Forget the run before; refuse a ``CheckpointIO`` where checkpoints are directories."""
         self._model_is_ready, self._deferred_load = False, None
         io = self._strategy.checkpoint_io
         if self.saves_sharded and type(io) not in (TorchCheckpointIO, AtomicCheckpointIO):
@@ -193,13 +203,13 @@ class Checkpointer:
     def module_state(self) -> dict[str, Any]:
         """The model's state: shards, or whole tensors on rank 0 and nothing elsewhere."""
         layout = self._layout()
-        if not layout.is_part:
-            return layout.module.state_dict()
-        show_shards(layout.module)
-        if self._strategy.world_size > 1:
+        if layout.is_part and self._strategy.world_size > 1:
+            show_shards(layout.module)
             group = layout.shard_ranks.group
             broadcast_module_states(layout.module, parameters=False, group=group)
-        return layout.module.state_dict() if self.saves_sharded else self.whole_module_state()
+            if self._distributed:
+                return layout.module.state_dict()
+        return self.whole_module_state()
 
     def whole_module_state(self) -> dict[str, Any]:
         """The state of the whole model on the first rank, nothing elsewhere; all ranks call it."""
@@ -216,7 +226,7 @@ class Checkpointer:
         layout = self._layout()
         if not layout.is_part:
             found = Strategy.optimizer_state(self._strategy, optimizer)
-            return by_name.with_names(layout.module, optimizer, found)
+            return state.with_names(layout.module, optimizer, found)
         show_shards(layout.module)
         if self.saves_sharded:
             return layout.sharded_optimizer_state(optimizer)
@@ -225,14 +235,14 @@ class Checkpointer:
     def _extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         values: dict[str, Any] = {}
         tensors: dict[str, dict[str, Any]] = {}
-        for part in self._states:
+        for part in self._parts:
             own, own_tensors = part.extra_state()
             values |= own
             tensors |= own_tensors
         layout = self._layout()
         if layout.replica_ranks == ALL_RANKS:
             return values, tensors
-        # values of the first replica group at the top, and a list of all groups'
+        # values of the first replica group at the top, and a list of those of all groups
         every = ALL_RANKS.all_gather(values)[:: layout.replica_ranks.size]
         return {**every[0], "copies": every}, tensors
 
@@ -241,20 +251,12 @@ class Checkpointer:
     def save(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None
     ) -> None:
-        """Write a checkpoint; it appears under its name only when it is complete.
-
-        Raises:
-            TypeError: ``storage_options`` are given for a sharded checkpoint.
-            ValueError: A sharded checkpoint is to be written to a URL.
-        """
+        """Write a checkpoint; it appears under its name only when it is complete."""
         if not dist.is_initialized() and self._strategy.global_rank > 0:
             return  # before a run: processes do not know each other, and each has the whole model
         path = ALL_RANKS.broadcast(filepath)  # keep its type for a custom CheckpointIO
         layout = self._layout()
-        values: dict[str, Any] = {}
-        tensors: dict[str, dict[str, Any]] = {}
-        if "optimizer_states" in checkpoint:
-            values, tensors = self._extra_state()
+        values, tensors = self._extra_state() if "optimizer_states" in checkpoint else ({}, {})
         if self.saves_sharded:
             check_folder(path, storage_options)
             stored = _take_tensors(checkpoint, layout.replica_group)
@@ -281,7 +283,7 @@ class Checkpointer:
         self._newest = Path(path) if is_local(path) else None
 
     def move_links(self, removed: str | Path) -> None:
-        """Let links to a checkpoint that is to be removed point to the newest one."""
+        """Point links to a checkpoint that is about to be removed to the newest one."""
         if self._strategy.is_global_zero and self._newest is not None and is_local(removed):
             move_links(Path(removed), self._newest)
 
@@ -291,16 +293,10 @@ class Checkpointer:
         """Read a checkpoint file or directory; tensors of a directory are loaded later.
 
         Args:
-            checkpoint_path: A full or a sharded checkpoint, written by this package or by stock
-                Lightning.
+            checkpoint_path: A full or a sharded checkpoint, of this package or stock Lightning.
             weights_only: As given to ``trainer.fit`` and its siblings. ``None`` means ``True``:
-                nothing but tensors and plain values is built, whatever the checkpoint asks for.
-                False loads any Python object, and runs any code in the checkpoint.
-
-        Raises:
-            FileNotFoundError: There is no such checkpoint.
-            ValueError: It is incomplete or damaged.
-            pickle.UnpicklingError: It needs ``weights_only=False``.
+                only tensors and plain values are built, whatever the checkpoint asks for. False
+                loads any Python object, and runs any code in the checkpoint.
         """
         path = ALL_RANKS.broadcast(checkpoint_path)  # all ranks read the first one's path
         if is_local(path):
@@ -330,7 +326,7 @@ class Checkpointer:
             self._deferred_load = load
 
     def run_deferred_load(self) -> None:
-        """Load a state that :meth:`load_model` was given before the model was ready."""
+        """Load the state that :meth:`load_model` was given before the model was ready."""
         self._model_is_ready = True
         load, self._deferred_load = self._deferred_load, None
         if load is not None:
@@ -345,7 +341,7 @@ class Checkpointer:
         else:
             with naming(checkpoint.get(_PATH)):
                 state.load_model(module, checkpoint["state_dict"], strict, ALL_RANKS)
-        for part in self._states:
+        for part in self._parts:
             part.on_weights_loaded()
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
@@ -360,8 +356,10 @@ class Checkpointer:
         source = checkpoint.get(_SOURCE)
         extra = dict(checkpoint.get(EXTRA, {}))
         whole = {kind: extra.pop(key, {}) for kind, key in EXTRA_TENSORS.items()}
-        if checkpoint["global_step"] == 0 and any(o.state_dict() for o in strategy.optimizers):
-            _check_has_optimizers(source or checkpoint["optimizer_states"])
+        kept = source.keys_under("optimizer_0") if source else checkpoint["optimizer_states"]
+        needed = checkpoint["global_step"] == 0 and any(o.state_dict() for o in strategy.optimizers)
+        if needed and not kept:
+            raise ValueError(_BEFORE_TRAINING)
         for index, optimizer in enumerate(strategy.optimizers):
             if source is not None:
                 place = _optimizer_path(source, index, layout.replica_group)
@@ -372,10 +370,10 @@ class Checkpointer:
                 saved = _whole_state(checkpoint["optimizer_states"], index)
                 layout.load_whole_optimizer_state(optimizer, saved)
         saved_schedules = checkpoint.get("lr_schedulers", ())
-        by_name.check_schedules(strategy.lr_scheduler_configs, saved_schedules)
+        state.check_schedules(strategy.lr_scheduler_configs, saved_schedules)
         copies = extra.get("copies", [extra])
         values = copies[layout.replica_group % len(copies)]
-        for part in self._states:
+        for part in self._parts:
             tensors: dict[str, dict[str, Any]] = {}
             # each kind is loaded by a collective, so in one order on all ranks
             for kind in part.tensor_kinds if isinstance(module, FSDPModule) else ():
@@ -387,7 +385,7 @@ class Checkpointer:
 
 
 def is_replica_key(key: object) -> bool:
-    """Whether a folder has optimizers of a replica group under this key, not of the first one."""
+    """Whether a folder has optimizers of a replica group other than the first under this key."""
     return str(key).startswith("node_")
 
 
@@ -413,28 +411,9 @@ def _take_tensors(checkpoint: dict[str, Any], group: int) -> dict[str, Any]:
 
 
 def _whole_state(states: Sequence[Any], index: int) -> Any:
-    """The state of an optimizer in a file.
-
-    Raises:
-        ValueError: There is none.
-    """
     if index < len(states):
         return states[index]
     raise ValueError(
         f"there is no state for optimizer {index}: it was saved with {len(states)} optimizer(s). "
         "Configure as many as in the run that saved it, or load only the weights."
     )
-
-
-def _check_has_optimizers(saved: ShardedCheckpoint | Sequence[object]) -> None:
-    """Refuse a checkpoint of step 0 that was saved before optimizers were made.
-
-    Raises:
-        ValueError: It has none.
-    """
-    if not (saved.keys_under("optimizer_0") if isinstance(saved, ShardedCheckpoint) else saved):
-        raise ValueError(
-            "the checkpoint was saved before training began, as by a run that failed at its start, "
-            "and holds no state of an optimizer. There is nothing to continue from: delete it, and "
-            "start without `ckpt_path`."
-        )

@@ -4,7 +4,7 @@
 that ``load_from_checkpoint``, ``trainer.fit(ckpt_path=...)`` and ``torch.load(weights_only=True)``
 read without this package; ``--format safetensors --prefix model.`` writes only the weights of
 ``self.model``, named as in that model, for Hugging Face's ``from_pretrained`` and other programs.
-Tied weights are written once. Tensors of a folder pass through a file beside the output, so that no
+Tied weights are written once. Tensors of a folder pass through files beside the output, so that no
 model has to fit into memory.
 """
 
@@ -17,17 +17,17 @@ import pickle
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
-from lq_lightning.checkpoint.by_name import by_position
 from lq_lightning.checkpoint.checkpointer import EXTRA, EXTRA_TENSORS, TIES, is_replica_key
 from lq_lightning.checkpoint.files import is_sharded_checkpoint, write_in_place
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
+from lq_lightning.checkpoint.state import by_position
 from lq_lightning.foundation.parameters import clean_name
 
 __all__ = ["consolidate_checkpoint", "main"]
@@ -63,7 +63,7 @@ def consolidate_checkpoint(
         OSError: The output cannot be written.
         ModuleNotFoundError: The package ``safetensors`` is needed and missing.
     """
-    if format not in ("lightning", "safetensors"):
+    if format not in get_args(OutputFormat):
         raise ValueError(f"`format={format!r}` is not supported: 'lightning' or 'safetensors'.")
     if prefix and format == "lightning":
         raise ValueError(
@@ -72,17 +72,14 @@ def consolidate_checkpoint(
         )
     source, target = Path(checkpoint), Path(output)
     _check_output(target, source)
-    opened: ShardedCheckpoint | dict[str, Any]
-    if is_sharded_checkpoint(source):
-        opened = ShardedCheckpoint(source, weights_only, verify=verify)
-    else:
-        opened = load_full_checkpoint(source, weights_only, verify=verify)
+    # before the writing below, whose errors are told as those of the output
+    sharded = is_sharded_checkpoint(source)
+    opened = ShardedCheckpoint(source, weights_only, verify=verify) if sharded else None
+    content = {} if sharded else load_full_checkpoint(source, weights_only, verify=verify)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(opened, ShardedCheckpoint):
+        if opened is not None:
             content = _read_sharded(opened, format == "lightning", target.parent)
-        else:
-            content = opened
         if format == "lightning":
             AtomicCheckpointIO().save_checkpoint(content, target)
         else:
@@ -104,19 +101,19 @@ def _check_output(target: Path, source: Path) -> None:
 
 
 def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool, folder: Path) -> dict[str, Any]:
-    """Read a folder into files that are mapped into memory; they are unlinked, in ``folder``."""
+    """Read a folder into memory-mapped, unlinked files in ``folder``."""
     ties = _read_ties(checkpoint)
-    wanted = {
-        key: path
-        for key, path in checkpoint.paths.items()
-        if (everything and path[0] != TIES and not is_replica_key(path[0]))
-        or path[0] in ("state_dict", "model")
-    }
-    wanted = {key: path for key, path in wanted.items() if path not in ties}
+
+    def is_wanted(path: tuple[Any, ...]) -> bool:
+        if everything:
+            return path[0] != TIES and not is_replica_key(path[0]) and path not in ties
+        return path[0] in ("state_dict", "model") and path not in ties
+
+    wanted = {key: path for key, path in checkpoint.paths.items() if is_wanted(path)}
     flat: dict[str, Any] = {}
     for key in wanted:
-        size, dtype = checkpoint.size(key), checkpoint.dtype(key)
-        flat[key] = None if size is None or dtype is None else _mapped(size, dtype, folder)
+        described = checkpoint.tensor(key)
+        flat[key] = None if described is None else _mapped(*described, folder)
     checkpoint.load(flat)
     state = unflatten_checkpoint(flat, wanted)
     content = checkpoint.read_meta() if everything else {}
@@ -126,7 +123,8 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool, folder: Path)
     for kind, key in EXTRA_TENSORS.items():
         if kind in state:
             content.setdefault(EXTRA, {})[key] = state.pop(kind)
-    optimizers = sorted((k for k in state if k.startswith("optimizer_")), key=_number)
+    saved = (key for key in state if key.startswith("optimizer_"))
+    optimizers = sorted(saved, key=lambda key: int(key.removeprefix("optimizer_")))
     if optimizers:
         states = [state.pop(key) for key in optimizers]
         content["optimizer_states"] = [
@@ -136,7 +134,7 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool, folder: Path)
 
 
 def _read_ties(checkpoint: ShardedCheckpoint) -> dict[tuple[str, str], str]:
-    """Paths of tied weights, and the names under which the folder holds them."""
+    """Paths of tied weights, and the names under which the folder holds their values."""
     further = {key: name for key, (name,) in checkpoint.keys_under(TIES).items()}
     first: dict[str, Any] = dict.fromkeys(further)
     if first:
@@ -151,23 +149,19 @@ def _read_ties(checkpoint: ShardedCheckpoint) -> dict[tuple[str, str], str]:
 
 
 def _mapped(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
-    """An uninitialized tensor on disk, which is gone once nobody refers to it."""
+    """An uninitialized tensor on disk, freed with its last reference."""
     nbytes = size.numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(size, dtype=dtype)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        # a full disk is an error here, but a signal that ends the process when memory is written
+        # a full disk is an error here, but a SIGBUS once mapped memory is written
         os.posix_fallocate(file.fileno(), 0, nbytes)
         flat = torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
     return flat.view(dtype).view(size)
 
 
-def _number(key: str) -> int:
-    return int(key.removeprefix("optimizer_"))
-
-
 def _select(state: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names start with ``prefix``, without it."""
+    """Tensors whose names start with ``prefix``, under the rest of their names."""
     tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
     named = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     if not named:
@@ -210,27 +204,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m lq_lightning.checkpoint.consolidate",
         description="Turn a checkpoint directory into one file.",
     )
-    parser.add_argument("checkpoint", help="checkpoint directory (or file)")
-    parser.add_argument("output", help="file to write")
-    parser.add_argument(
-        "--format",
-        choices=("lightning", "safetensors"),
-        default="lightning",
-        help="everything for Lightning, or only the weights as safetensors (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--prefix", default="", help="keep only weights whose name starts so, and cut it off"
-    )
-    parser.add_argument(
-        "--no-weights-only",
-        action="store_true",
-        help="also load arbitrary Python objects, which can run code; only for what you trust",
-    )
-    parser.add_argument(
-        "--no-verify",
-        action="store_true",
-        help="do not compare the checkpoint with its checksums first",
-    )
+    add = parser.add_argument
+    add("checkpoint", help="checkpoint directory (or file)")
+    add("output", help="file to write")
+    scope = "everything for Lightning, or only the weights as safetensors (default: %(default)s)"
+    add("--format", choices=get_args(OutputFormat), default="lightning", help=scope)
+    add("--prefix", default="", help="keep only weights whose name starts so, and cut it off")
+    objects = "also load arbitrary Python objects, which can run code; only for what you trust"
+    add("--no-weights-only", action="store_true", help=objects)
+    add("--no-verify", action="store_true", help="do not compare with the checksums first")
     options = parser.parse_args(arguments)
     try:
         consolidate_checkpoint(

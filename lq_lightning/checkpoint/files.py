@@ -1,4 +1,4 @@
-"""Files and folders that appear under their name only when they are complete."""
+"""Files and folders that appear under their name only once they are complete."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -31,7 +30,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS, Lustre and others say these
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-# Identity of the last file that this process has put under a name: another run may replace it.
+# Identity of the last file that this process put under each name: another run may replace it.
 _placed: dict[str, tuple[int, int]] = {}
 
 
@@ -52,17 +51,17 @@ def _sibling(path: Path, prefix: str) -> Path:
 
 
 def _aside_name(path: Path) -> Path:
-    """Where ``path`` is kept while it is replaced, where the two cannot be exchanged.
+    """Name of the previous ``path`` during a replacement that cannot exchange the two.
 
-    A process killed at that moment leaves nothing else, so it is a name that Lightning's search for
-    ``ckpt_path="last"`` finds: `last.replaced.ckpt` for `last.ckpt`.
+    A process killed at that moment leaves nothing else, so Lightning's search for
+    ``ckpt_path="last"`` must find it: `last.replaced.ckpt` for `last.ckpt`.
     """
     aside = path.with_name(f"{path.stem}.replaced{path.suffix}")
     return aside if len(os.fsencode(aside.name)) <= _LONGEST_NAME else _sibling(path, "aside")
 
 
 def incomplete_name(path: Path) -> Path:
-    """Where ``path`` is written before it is complete; the next attempt reuses the name."""
+    """Name under which ``path`` is written until it is complete; the next attempt reuses it."""
     return _sibling(path, "incomplete")
 
 
@@ -87,11 +86,8 @@ def sync(path: Path) -> None:
 def sole_writer(path: Path) -> Iterator[None]:
     """Refuse to write a path that another process is writing.
 
-    The lock is one of the operating system, which ends with its process however that ends. Where a
-    file system has no locks, nothing is refused.
-
-    Raises:
-        RuntimeError: Another process is writing it.
+    The operating system's lock ends with its process, however that ends. On a file system without
+    locks nothing is refused.
     """
     lock = _sibling(path, "writing")
     while True:
@@ -109,7 +105,7 @@ def sole_writer(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-        # The one that had the lock before has removed the file that was opened here.
+        # the previous holder of the lock may have removed the file that was opened here
         if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
             break
         file.close()
@@ -125,12 +121,9 @@ def sole_writer(path: Path) -> Iterator[None]:
 
 
 def write_in_place(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file under another name and move it to ``path`` when it is on disk.
+    """Let ``write`` make a file under another name and move it to ``path`` once it is on disk.
 
-    After an error the unfinished file is removed: the disk may be full of it.
-
-    Raises:
-        RuntimeError: Another process is writing it at this moment.
+    After an error the unfinished file is removed, as it may be what filled the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = incomplete_name(path)
@@ -148,8 +141,8 @@ def write_in_place(path: Path, write: Callable[[Path], object]) -> None:
 def move_into_place(finished: Path, path: Path) -> None:
     """Give a finished file or directory its final name, replacing any previous one.
 
-    A process may be killed at any point: there is a complete one under the name, or (on file
-    systems that cannot exchange two names) the previous one where :func:`put_back` finds it.
+    If the process is killed at any point, a complete one is under the name, or (on file systems
+    that cannot exchange two names) the previous one is where :func:`put_back` finds it.
     """
     _check_replaced(path)
     # One rename replaces a file or a link by another, but nothing by a folder or the reverse.
@@ -158,7 +151,8 @@ def move_into_place(finished: Path, path: Path) -> None:
     else:
         os.replace(finished, path)
     sync(path.parent)
-    _note_placed(path)
+    if (found := _identity(path)) is not None:
+        _placed[str(path.absolute())] = found
     remove(finished)  # after an exchange the previous one
     _remove_at_once(_aside_name(path))
 
@@ -190,8 +184,8 @@ def _exchange(one: Path, other: Path) -> bool:
     rename = _renameat2()
     if rename is None:
         return False
-    names = os.fsencode(one), os.fsencode(other)
-    if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    if rename(*paths, _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in _NO_EXCHANGE:
@@ -208,12 +202,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _note_placed(path: Path) -> None:
-    found = _identity(path)
-    if found is not None:
-        _placed[str(path.absolute())] = found
-
-
 def _check_replaced(path: Path) -> None:
     """Warn if another process has replaced a checkpoint of this one."""
     known, found = _placed.get(str(path.absolute())), _identity(path)
@@ -225,14 +213,7 @@ def _check_replaced(path: Path) -> None:
 
 
 def put_back(path: Path) -> bool:
-    """Give a checkpoint its name again if a process was killed while it replaced it.
-
-    Returns:
-        Whether it had lost its name.
-
-    Raises:
-        RuntimeError: The other process is still replacing it.
-    """
+    """Give a checkpoint its name back if a process was killed replacing it; returns whether."""
     if not _is_set_aside(path):
         return False
     with sole_writer(path):
@@ -255,10 +236,7 @@ def _put_back(path: Path) -> bool:
 
 
 def remove_at_once(path: Path) -> None:
-    """Remove a file, a link or a directory, and an older one set aside for it.
-
-    Each disappears at once, never in parts.
-    """
+    """Remove a file, a link or a directory, and any set aside for it; never in parts."""
     for found in (_aside_name(path), path):
         _remove_at_once(found)
 
@@ -272,7 +250,7 @@ def _remove_at_once(path: Path) -> None:
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Let a symbolic link point to ``target``, whatever has its name; it is there at any time."""
+    """Point a symbolic link to ``target``, replacing anything; its name never disappears."""
     new = incomplete_name(link)
     remove(new)
     new.symlink_to(os.path.relpath(target, link.parent))
@@ -280,9 +258,9 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def move_links(path: Path, newest: Path) -> None:
-    """Let links to the last checkpoint not point to one that is about to be removed.
+    """Point links to the last checkpoint to ``newest`` before ``path`` is removed.
 
-    Lightning removes a checkpoint before it lets `last.ckpt` point to a newer one.
+    Lightning removes a checkpoint before it points `last.ckpt` to a newer one.
     """
     for link in path.parent.glob("last*"):
         if link.is_symlink() and link.resolve() == path.resolve() != newest.resolve():
@@ -290,7 +268,7 @@ def move_links(path: Path, newest: Path) -> None:
 
 
 def hint_replaced(path: Path) -> str:
-    """Where the previous checkpoint is, for the error that there is none under ``path``."""
+    """End of a "not found" message: where the previous checkpoint still is, if it is."""
     aside = _aside_name(path)
     if not os.path.lexists(aside):
         return ""
@@ -311,8 +289,7 @@ _CHUNK_NBYTES = 1 << 22
 _OVERLAPPED_NBYTES = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileChecksum:
+class FileChecksum(NamedTuple):
     """Size and CRC-32 of a file, as ``zlib.crc32`` computes it."""
 
     nbytes: int
@@ -322,12 +299,11 @@ class FileChecksum:
 class ChecksumFile(io.BufferedWriter):
     """A new file, written from start to end, that computes its checksum.
 
-    Large pieces are summed by a second thread while they are written, so only disks faster than
-    a core's CRC-32 (1 GB/s with zlib 1.2.13) have to wait for it.
+    A second thread sums large pieces while they are written, so only disks faster than a core's
+    CRC-32 (1 GB/s with zlib 1.2.13) have to wait for it.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file."""
         super().__init__(io.FileIO(path, "wb"))
         self._nbytes = self._crc32 = 0
         self._thread = ThreadPoolExecutor(1)
@@ -347,11 +323,7 @@ class ChecksumFile(io.BufferedWriter):
         return written
 
     def seek(self, *args: Any) -> int:
-        """Refuse: overwritten bytes cannot be taken out of a checksum.
-
-        Raises:
-            io.UnsupportedOperation: Always.
-        """
+        """Refuse to seek: overwritten bytes cannot be taken out of a checksum."""
         raise io.UnsupportedOperation("this file is written from its start to its end")
 
     def close(self) -> None:
@@ -363,36 +335,27 @@ class ChecksumFile(io.BufferedWriter):
         super().close()
 
     def checksum(self) -> FileChecksum:
-        """Of everything written so far."""
-        return FileChecksum(nbytes=self._nbytes, crc32=self._crc32)
+        """Checksum of everything written so far."""
+        return FileChecksum(self._nbytes, self._crc32)
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, FileChecksum]) -> Path:
     """Write the checksums of the files in ``folder``, by name; returns the new file."""
     path = folder / CHECKSUMS_FILENAME
-    files = {
-        name: {"nbytes": checksum.nbytes, "crc32": f"{checksum.crc32:08x}"}
-        for name, checksum in sorted(checksums.items())
-    }
+    items = sorted(checksums.items())
+    files = {name: {"nbytes": nbytes, "crc32": f"{crc:08x}"} for name, (nbytes, crc) in items}
     path.write_text(json.dumps({"algorithm": "crc32", "files": files}, indent=1) + "\n")
     return path
 
 
 def read_checksums(folder: Path) -> dict[str, FileChecksum] | None:
-    """Checksums by file name; ``None`` if the folder has none.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """Checksums by file name; ``None`` if the folder has none."""
     path = folder / CHECKSUMS_FILENAME
     if not path.is_file():
         return None
     try:
-        files = json.loads(path.read_text())["files"]
-        return {
-            name: FileChecksum(nbytes=int(entry["nbytes"]), crc32=int(entry["crc32"], 16))
-            for name, entry in files.items()
-        }
+        files = json.loads(path.read_text())["files"].items()
+        return {n: FileChecksum(int(e["nbytes"]), int(e["crc32"], 16)) for n, e in files}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"`{folder}` is damaged: {CHECKSUMS_FILENAME} cannot be read ({error}). {REMEDY} "
@@ -404,29 +367,21 @@ def find_damage(
     folder: Path, checksums: Mapping[str, FileChecksum], names: Iterable[str]
 ) -> list[str]:
     """Read files and describe the damage of each that is not as it was written."""
-    found = []
-    for name in names:
-        expected = checksums.get(name)
-        if expected is None:
-            found.append(f"{name} is not listed in {CHECKSUMS_FILENAME}")
-            continue
-        try:
-            actual = _checksum(folder / name)
-        except OSError as error:
-            found.append(f"{name} cannot be read ({error})")
-            continue
-        if actual.nbytes != expected.nbytes:
-            found.append(f"{name} is {actual.nbytes} instead of {expected.nbytes} bytes long")
-        elif actual.crc32 != expected.crc32:
-            found.append(f"{name} holds other bytes than were written")
-    return found
+    return [text for name in names if (text := _damage(folder / name, checksums.get(name)))]
 
 
-def _checksum(path: Path) -> FileChecksum:
+def _damage(path: Path, expected: FileChecksum | None) -> str | None:
+    if expected is None:
+        return f"{path.name} is not listed in {CHECKSUMS_FILENAME}"
     buffer = memoryview(bytearray(_CHUNK_NBYTES))
     nbytes = crc32 = 0
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            nbytes += count
-            crc32 = zlib.crc32(buffer[:count], crc32)
-    return FileChecksum(nbytes=nbytes, crc32=crc32)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                nbytes += count
+                crc32 = zlib.crc32(buffer[:count], crc32)
+    except OSError as error:
+        return f"{path.name} cannot be read ({error})"
+    if nbytes != expected.nbytes:
+        return f"{path.name} is {nbytes} instead of {expected.nbytes} bytes long"
+    return None if crc32 == expected.crc32 else f"{path.name} holds other bytes than were written"

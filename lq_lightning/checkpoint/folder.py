@@ -1,24 +1,36 @@
-"""Checkpoints that all ranks write into one directory, and read at any world size.
+"""Checkpoint directories that all ranks write together, and that load at any world size.
 
 ``.metadata`` and ``__<rank>_0.distcp`` hold tensors in the format of torch.distributed.checkpoint
 (``state_dict.<name>``, ``optimizer_<i>.state.<name>.<key>``, ``replica.<name>``), and under
 ``ties.<name>`` the first name of a tied weight; ``meta.pt`` holds everything else that Lightning
-saves, ``checksums.json`` the checksum of each of these files.
+saves; ``checksums.json`` lists the checksum of each of these files.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lq_lightning._compat.checkpoint import LAYOUT_BY_NAME, METADATA_CLASSES
 from lq_lightning.checkpoint.files import (
@@ -42,23 +54,15 @@ from lq_lightning.checkpoint.files import (
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 from lq_lightning.checkpoint.single_file import explain_unpickling, load_archive
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes 0.1 s to import: not before it is needed
-    from torch.distributed.checkpoint.metadata import Metadata
-
-
-META_FILENAME = "meta.pt"
+META_FILENAME, METADATA_FILENAME = "meta.pt", ".metadata"
+_MARK = "lq_lightning_checksums"  # attribute of the pickled StorageMeta; other readers ignore it
 
 
 # --- writing ----------------------------------------------------------------------------------
 
 
 def check_folder(path: str | Path, storage_options: Any | None) -> None:
-    """Refuse to write a checkpoint directory to where none can be.
-
-    Raises:
-        TypeError: ``storage_options`` are given.
-        ValueError: ``path`` is a URL.
-    """
+    """Refuse URLs and ``storage_options``, which do not apply to checkpoint directories."""
     if storage_options is not None:
         raise TypeError(
             "`save_checkpoint(storage_options=...)` does not apply to sharded checkpoints, "
@@ -77,17 +81,14 @@ def save_sharded_checkpoint(
 ) -> None:
     """Write a checkpoint directory from several ranks; it appears as ``path`` when complete.
 
+    All ``ranks`` call it with the same path, and all raise an error of one.
+
     Args:
         tensors: Nested dictionaries with (D)Tensors and small Python values as leaves. Ranks may
-            have different keys. A value that is no DTensor is taken from the first rank that has
-            its key.
+            have different keys. A value that is no DTensor is taken from the first rank with its
+            key.
         meta: Everything else, saved by the first rank.
-        path: The same on every rank, on a file system that all ranks see.
-        ranks: The ranks that write and call this together. DTensors may be sharded over fewer.
-
-    Raises:
-        RuntimeError: A rank could not write, or the first one not rename, or another process is
-            writing the same checkpoint; raised on every rank.
+        ranks: DTensors may be sharded over fewer.
     """
     with ExitStack() as held:
 
@@ -100,12 +101,6 @@ def save_sharded_checkpoint(
 
 
 def _write(tensors: dict[str, Any], meta: dict[str, Any], path: Path, ranks: RankGroup) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from lq_lightning.checkpoint.dcp import ChecksumWriter, first_failure
-
     unfinished = incomplete_name(path)
 
     def begin() -> None:
@@ -113,19 +108,14 @@ def _write(tensors: dict[str, Any], meta: dict[str, Any], path: Path, ranks: Ran
         unfinished.mkdir()
 
     _on_first(ranks, path, begin)
-    writer = ChecksumWriter(unfinished)
+    writer = _ChecksumWriter(unfinished)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
-        with _alone_is_no_surprise():
-            save(
-                tensors,
-                storage_writer=writer,
-                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                process_group=ranks.group,
-                no_dist=ranks.size == 1,
-            )
+        with _dcp_arguments(ranks) as among:
+            save(tensors, storage_writer=writer, planner=planner, **among)
     except CheckpointException as error:  # DCP raises it on all ranks
         _on_first(ranks, path, lambda: remove(unfinished))
-        rank, cause = first_failure(error)
+        rank, cause = _first_failure(error)
         why = f"{type(cause).__name__}: {cause}"
         raise RuntimeError(f"rank {rank} could not write the checkpoint `{path}`: {why}") from error
     checksums = {n: c for part in ranks.all_gather(writer.checksums) for n, c in part.items()}
@@ -146,15 +136,15 @@ def _write(tensors: dict[str, Any], meta: dict[str, Any], path: Path, ranks: Ran
 
 
 @contextmanager
-def _alone_is_no_surprise() -> Generator[None, None, None]:
-    """Without DCP's warning about single processes."""
+def _dcp_arguments(ranks: RankGroup) -> Generator[dict[str, Any], None, None]:
+    """The ranks as arguments of DCP, without its warning about single processes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        yield {"process_group": ranks.group, "no_dist": ranks.size == 1}
 
 
 def _on_first(ranks: RankGroup, path: Path, work: Callable[[], None]) -> None:
-    """Do something on the first rank; all ranks raise its error."""
+    """Run ``work`` on the first rank; all ranks raise its error."""
 
     def explained() -> None:
         try:
@@ -173,20 +163,14 @@ class ShardedCheckpoint:
     """A complete checkpoint directory, opened for reading.
 
     Args:
-        weights_only: As in ``torch.load``; ``None`` means ``True``. With False *everything* in the
-            folder is unpickled without restriction, the description of its files included.
-        ranks: The ranks that read it: all of them construct it and call :meth:`load`.
-        verify: Compare all files with their checksums, if there are any. Each file is read by one
-            rank.
+        weights_only: As in ``torch.load``; ``None`` means ``True``. False unpickles *everything* in
+            the folder without restriction, its metadata included.
+        ranks: All of them construct it and call :meth:`load`.
+        verify: Compare all files with their checksums, if any; each file is read by one rank.
 
     Attributes:
         paths: Path in the nested state by flat key of a stored leaf.
         entries: DCP's description (size and dtype of a tensor) by flat key.
-
-    Raises:
-        FileNotFoundError: There is no such directory.
-        ValueError: The directory is no sharded checkpoint, not a complete one, or damaged.
-        pickle.UnpicklingError: It needs ``weights_only=False``.
     """
 
     def __init__(
@@ -196,19 +180,21 @@ class ShardedCheckpoint:
         ranks: RankGroup = ALONE,
         verify: bool = True,
     ) -> None:
-        """Read DCP's metadata and check that all files are there."""
         self.path = path
         self.ranks = ranks
         self._weights_only = weights_only is not False
-        self._checksums: dict[str, FileChecksum] | None = None
-        self._metadata = ranks.together(lambda: self._open(verify))
+        self._metadata, needed, checksums = ranks.together(lambda: self._open(verify))
         self.entries = self._metadata.state_dict_metadata
         self.paths: dict[str, tuple[Any, ...]] = self._metadata.planner_data or {}
-        if verify:
-            self._verify_data()
+        if checksums is not None:  # each rank reads its share of the data files
+            names = sorted(needed, key=lambda name: (-needed[name], name))
+            found = find_damage(path, checksums, names[ranks.rank :: ranks.size])
+            self._raise([problem for part in ranks.all_gather(found) for problem in part])
 
-    def _open(self, verify: bool) -> Metadata:
-        """Check all that is small; the same on every rank."""
+    def _open(
+        self, verify: bool
+    ) -> tuple[Metadata, dict[str, int], dict[str, FileChecksum] | None]:
+        """Check everything small, the same on every rank; return metadata, sizes, checksums."""
         if not self.path.exists():
             hint = hint_replaced(self.path)
             raise FileNotFoundError(f"Checkpoint file not found: {self.path}{hint}")
@@ -220,28 +206,14 @@ class ShardedCheckpoint:
                 "missing. The run that wrote it was killed, or it is something else. Resume from "
                 "another checkpoint."
             )
-        if verify:
-            self._checksums = read_checksums(self.path)
-            if self._checksums is not None:  # before anything is unpickled
-                self._raise(find_damage(self.path, self._checksums, small))
+        checksums = read_checksums(self.path) if verify else None
+        if checksums is not None:  # before anything is unpickled
+            self._raise(find_damage(self.path, checksums, small))
         metadata = read_metadata(self.path, self._weights_only)
-        if verify and self._checksums is None:
+        if verify and checksums is None:
             self._check_mark(metadata)
-        self._check_sizes(metadata)
-        return metadata
-
-    def _check_mark(self, metadata: Metadata) -> None:
-        from lq_lightning.checkpoint.dcp import has_checksums
-
-        if has_checksums(metadata):
-            self._raise([f"{CHECKSUMS_FILENAME} is missing"])
-        rank_zero_info(
-            f"`{self.path}` has no {CHECKSUMS_FILENAME}, as other programs write checkpoints: its "
-            "bytes are not verified"
-        )
-
-    def _check_sizes(self, metadata: Metadata) -> None:
-        for name, size in needed_nbytes(self.path, metadata).items():
+        needed = _needed_nbytes(self.path, metadata)
+        for name, size in needed.items():
             file = self.path / name
             found = file.stat().st_size if file.is_file() else -1
             if found < size:
@@ -250,15 +222,15 @@ class ShardedCheckpoint:
                     f"`{self.path}` is no complete checkpoint directory: {name} is {state}. "
                     f"{REMEDY}"
                 )
+        return metadata, needed, checksums
 
-    def _verify_data(self) -> None:
-        """Let every rank read its share of the data files."""
-        if self._checksums is None:
-            return
-        needed = needed_nbytes(self.path, self._metadata)
-        names = sorted(needed, key=lambda name: (-needed[name], name))
-        found = find_damage(self.path, self._checksums, names[self.ranks.rank :: self.ranks.size])
-        self._raise([problem for part in self.ranks.all_gather(found) for problem in part])
+    def _check_mark(self, metadata: Metadata) -> None:
+        if getattr(metadata.storage_meta, _MARK, None) == CHECKSUMS_FILENAME:
+            self._raise([f"{CHECKSUMS_FILENAME} is missing"])
+        rank_zero_info(
+            f"`{self.path}` has no {CHECKSUMS_FILENAME}, as other programs write checkpoints: its "
+            "bytes are not verified"
+        )
 
     def _raise(self, problems: list[str]) -> None:
         if problems:
@@ -267,55 +239,35 @@ class ShardedCheckpoint:
             )
 
     def read_meta(self) -> dict[str, Any]:
-        """Everything that is not a tensor.
-
-        Raises:
-            ValueError: The file is not complete.
-            pickle.UnpicklingError: It needs ``weights_only=False``.
-        """
-        file = self.path / META_FILENAME
-        return self.ranks.together(lambda: load_archive(file, self._weights_only))
+        """Everything that is not a tensor."""
+        return self.ranks.together(
+            lambda: load_archive(self.path / META_FILENAME, self._weights_only)
+        )
 
     def keys_under(self, *prefix: str) -> dict[str, tuple[Any, ...]]:
         """Flat keys of the leaves below a path, with the rest of their path."""
         depth = len(prefix)
         return {k: p[depth:] for k, p in self.paths.items() if p[:depth] == prefix}
 
-    def size(self, key: str) -> torch.Size | None:
-        """Shape of a stored tensor; ``None`` for other values."""
-        size: torch.Size | None = getattr(self.entries[key], "size", None)
-        return size
-
-    def dtype(self, key: str) -> torch.dtype | None:
-        """Dtype of a stored tensor; ``None`` for other values."""
-        properties = getattr(self.entries[key], "properties", None)
-        return None if properties is None else properties.dtype
+    def tensor(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape and dtype of a stored tensor; ``None`` for other values."""
+        entry = self.entries[key]
+        if isinstance(entry, TensorStorageMetadata):
+            return entry.size, entry.properties.dtype
+        return None
 
     def load(self, flat: dict[str, Any]) -> None:
         """Fill the tensors of ``flat`` in place and replace its other values.
 
-        All ``ranks`` must call this; their keys may differ.
-
-        Raises:
-            ValueError: A rank could not read; raised on every rank.
-            pickle.UnpicklingError: It needs ``weights_only=False``.
+        All ``ranks`` must call it; their keys may differ. All raise an error of one.
         """
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        from lq_lightning.checkpoint.dcp import GivenMetadataReader, SafeLoadPlanner, first_failure
-
+        reader = _MetadataReader(self.path, self._metadata)
+        planner = _SafeLoadPlanner(self._weights_only)
         try:
-            with _alone_is_no_surprise():
-                load(
-                    flat,
-                    storage_reader=GivenMetadataReader(self.path, self._metadata),
-                    planner=SafeLoadPlanner(self._weights_only),
-                    process_group=self.ranks.group,
-                    no_dist=self.ranks.size == 1,
-                )
+            with _dcp_arguments(self.ranks) as among:
+                load(flat, storage_reader=reader, planner=planner, **among)
         except CheckpointException as error:  # DCP raises it on all ranks
-            rank, cause = first_failure(error)
+            rank, cause = _first_failure(error)
             if isinstance(cause, pickle.UnpicklingError):
                 raise explain_unpickling(self.path, cause) from error
             why = f"{type(cause).__name__}: {cause}"
@@ -324,15 +276,84 @@ class ShardedCheckpoint:
             ) from error
 
 
-METADATA_FILENAME = ".metadata"
+# --- torch.distributed.checkpoint with checksums and restricted unpickling ---------------------
 
-# Where the checkpoint was written: pure paths, so that another system or Python can read them.
-_PATHS = {
-    "Path": pathlib.PurePosixPath,
-    "PosixPath": pathlib.PurePosixPath,
-    "PurePosixPath": pathlib.PurePosixPath,
-    "WindowsPath": pathlib.PureWindowsPath,
-    "PureWindowsPath": pathlib.PureWindowsPath,
+
+def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    rank = min(error.failures)  # of the group
+    return rank, error.failures[rank][0]
+
+
+class _ChecksumFileSystem(FileSystem):
+    """Local files, and the checksums of those written."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, FileChecksum] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        if mode == "wb":
+            with ChecksumFile(Path(path)) as file:
+                yield file
+            self.checksums[Path(path).name] = file.checksum()
+        else:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class _ChecksumWriter(FileSystemWriter):
+    """Writes one file per rank; ``checksums`` are of this rank's files, by name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, single_file_per_rank=True)
+        self.fs = files = _ChecksumFileSystem()
+        self.checksums = files.checksums
+
+    def storage_meta(self) -> StorageMeta | None:
+        described = super().storage_meta()
+        setattr(described, _MARK, CHECKSUMS_FILENAME)
+        return described
+
+
+class _MetadataReader(FileSystemReader):
+    """Reads data files whose metadata was read before."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata; DCP's own method unpickles it without restriction."""
+        return self._metadata
+
+
+class _SafeLoadPlanner(DefaultLoadPlanner):
+    """Fills a flat state dict and unpickles its non-tensor leaves with ``weights_only``.
+
+    DCP itself reads tensors with ``weights_only=True``.
+    """
+
+    def __init__(self, weights_only: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        leaf = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+        self.state_dict[read_item.dest_index.fqn] = leaf
+
+
+# --- metadata -----------------------------------------------------------------------------------
+
+# Metadata names the folder it was written to: pure paths, readable on another system or Python.
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    **dict.fromkeys(("Path", "PosixPath", "PurePosixPath"), pathlib.PurePosixPath),
+    **dict.fromkeys(("WindowsPath", "PureWindowsPath"), pathlib.PureWindowsPath),
 }
 _PATH_MODULES = ("pathlib", "pathlib._local")  # Python 3.13 has moved the classes
 _VALUES = (torch.dtype, torch.layout, torch.memory_format)
@@ -347,16 +368,17 @@ class _RefusedError(Exception):
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds the classes of DCP's metadata and nothing else."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
         self._attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class or value.
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            self._check_classes()
 
-        Raises:
-            _RefusedError: It is not one.
-        """
+    def find_class(self, module: str, name: str) -> Any:
         found = self._find(module, name)
         if isinstance(found, type) and found.__flags__ & _CAN_BE_CHANGED:
             for shared in (found, *getattr(found, "__members__", {}).values()):
@@ -375,12 +397,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         raise _RefusedError(f"`{module}.{name}`")
 
-    def check_classes(self) -> None:
-        """Undo changes of classes and enum members, whose attributes a pickle can set.
-
-        Raises:
-            _RefusedError: Something was.
-        """
+    def _check_classes(self) -> None:
+        """Undo and refuse changes to classes and enum members, as a pickle can make them."""
         found = []
         for shared, before in self._attributes.values():
             after = _attributes(shared)
@@ -402,30 +420,12 @@ def _attributes(shared: Any) -> dict[str, Any]:
     return attributes
 
 
-def _restricted(content: bytes) -> Any:
-    unpickler = _MetadataUnpickler(io.BytesIO(content))
-    try:
-        return unpickler.load()
-    finally:
-        unpickler.check_classes()
-
-
 def read_metadata(folder: Path, weights_only: bool) -> Metadata:
-    """Read DCP's description of a checkpoint directory.
-
-    Args:
-        weights_only: Build nothing but the description. False runs whatever the file says.
-
-    Raises:
-        pickle.UnpicklingError: It needs ``weights_only=False``.
-        ValueError: It is cut off, damaged or something else.
-    """
-    from torch.distributed.checkpoint.metadata import Metadata
-
+    """Read DCP's metadata; without ``weights_only`` this runs any code in the file."""
     path = folder / METADATA_FILENAME
     content = path.read_bytes()
     try:
-        metadata = _restricted(content) if weights_only else pickle.loads(content)
+        metadata = _MetadataUnpickler(content).load() if weights_only else pickle.loads(content)
     except _RefusedError as error:
         raise pickle.UnpicklingError(
             f"`{path}` asks for {error}, which the description of a checkpoint does not need: it "
@@ -440,12 +440,8 @@ def read_metadata(folder: Path, weights_only: bool) -> Metadata:
     return metadata
 
 
-def needed_nbytes(folder: Path, metadata: Metadata) -> dict[str, int]:
-    """How long each data file must at least be, by name.
-
-    Raises:
-        ValueError: The description does not have its usual form, or refers to other folders.
-    """
+def _needed_nbytes(folder: Path, metadata: Metadata) -> dict[str, int]:
+    """Least size of each data file, by name; refuses metadata that refers to other folders."""
     needed: dict[str, int] = {}
     try:
         for info in (metadata.storage_data or {}).values():

@@ -1,8 +1,8 @@
-"""Fill a module with pretrained weights from safetensors files, every rank its own shards.
+"""Fill a module with pretrained weights from safetensors files; each rank reads its shards.
 
-The files are memory-mapped, and a rank copies out of them the rows that it holds. A module on the
-meta device has no memory to fill yet, so each of its layers gets a ``reset_parameters`` that fills
-it: the method that FSDP2, Lightning's strategies and ours call once there is memory.
+The files are memory-mapped, and a rank copies only its own rows. A module on the meta device has no
+memory to fill yet, so each of its layers gets a ``reset_parameters`` that fills it: FSDP2,
+Lightning's strategies and ours call that method once there is memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Stored:
     dtype: torch.dtype
 
     def copy_to(self, tensor: Tensor) -> None:
-        """Fill the part of a tensor that this rank holds, and read no more than that."""
+        """Fill the part of a tensor that this rank holds, reading no more than that."""
         placements = tensor.placements if isinstance(tensor, DTensor) else ()
         if any(type(placement) not in (Shard, Replicate) for placement in placements):
             raise NotImplementedError(
@@ -72,8 +72,8 @@ class _Reset:
     Attributes:
         stored: Stored tensors by their names in the module.
         initialize: Function that fills the others; None if there are none.
-        filled: Filled tensors by id: the tensor itself, which keeps its id from being
-            used again, and its source.
+        filled: Filled tensors and their sources, by id. The reference keeps an id from being used
+            again.
     """
 
     owner: nn.Module
@@ -163,23 +163,20 @@ def _fill(
     initialize: Callable[[], object] | None,
     filled: dict[int, tuple[Tensor, _Stored]],
 ) -> None:
-    """Fill a module's own tensors; tensors on the meta device are filled later.
+    """Fill a module's own tensors; those on the meta device are filled later.
 
-    Args:
-        found: Stored tensors by the id of a tensor of the module.
-        initialize: Initializer of the module, if it is one of transformers.
+    ``found`` are stored tensors by the id of a tensor in the module.
     """
     later = {}
     complete = True
     for name, tensor in _own_tensors(owner):
         stored = found.get(id(tensor))
-        if not tensor.is_meta:
-            if stored is not None:
-                stored.copy_to(tensor)
-        elif stored is not None:
+        if stored is None:
+            complete &= not tensor.is_meta
+        elif tensor.is_meta:
             later[name] = stored
         else:
-            complete = False
+            stored.copy_to(tensor)
     usual = owner.__dict__.get(_RESET) or initialize or getattr(owner, _RESET, None)
     rest = usual if not complete and callable(usual) else None
     if later or (rest is not None and rest is initialize):
@@ -195,10 +192,8 @@ def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_files(path: Path) -> list[Path]:
-    """Return the safetensors files at a path."""
     if path.is_dir():
-        candidates = [path / _SINGLE, path / _INDEX]
-        there = [each for each in candidates if each.is_file()]
+        there = [path / name for name in (_SINGLE, _INDEX) if (path / name).is_file()]
         if not there:
             raise FileNotFoundError(
                 f"`{path}` has neither `{_SINGLE}` nor `{_INDEX}`. Give a folder that "
@@ -272,12 +267,10 @@ def _check_names(
     unexpected = [name for name in stored if name not in known]
     if not missing and not unexpected:
         return
+    sides = ((missing, "only the module has"), (unexpected, "only the files have"))
     texts = [
         f"{len(found)} that {where} (`{'`, `'.join(found[:5])}`{', ...' if found[5:] else ''})"
-        for found, where in (
-            (missing, "only the module has"),
-            (unexpected, "only the files have"),
-        )
+        for found, where in sides
         if found
     ]
     text = f"the tensors of `{path}` do not fit `{type(module).__name__}`: {' and '.join(texts)}."
@@ -293,7 +286,7 @@ def _check_names(
 def _check_values(
     path: str | Path, names: list[str], tensor: Tensor, stored: list[_Stored]
 ) -> None:
-    """Make sure that a tensor can have the values that the files have under some of its names."""
+    """Refuse stored tensors that a tensor of the module cannot take, or that differ if tied."""
     for each in stored:
         if each.shape != tuple(tensor.shape):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The ranks that write or read a checkpoint together: every collective about one goes here."""
+"""Ranks that write or read a checkpoint together, and every collective they need for it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ T = TypeVar("T")
 
 # Errors that keep their class on other ranks; everything else arrives as a RuntimeError.
 _KINDS = (
-    FileNotFoundError,
-    OSError,
-    KeyError,
-    ValueError,
-    TypeError,
-    pickle.UnpicklingError,
-    NotImplementedError,
+    *(FileNotFoundError, OSError, KeyError, ValueError, TypeError),
+    *(pickle.UnpicklingError, NotImplementedError),
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """Ranks that handle a checkpoint together. They exchange objects, not tensors.
+    """Ranks that exchange objects, not tensors.
 
     Attributes:
-        group: Their process group; ``None`` is the world, or this process if there is no group.
+        group: Process group; ``None`` is the world, or this process if there is no group.
         alone: This process only, whatever process group there is.
     """
 
@@ -49,7 +44,7 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that does what only one may do."""
+        """Whether this is the rank that writes, renames and removes."""
         return self.rank == 0
 
     def broadcast(self, value: T) -> T:
@@ -72,11 +67,9 @@ class RankGroup:
         return None if self.size == 1 else first_other(value, self.group)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something without collectives on every rank; if one fails, all raise.
+        """Run ``work``, which has no collectives, on every rank; all raise if one fails.
 
-        Raises:
-            Exception: This rank's error, or else the first other rank's: of the same class if that
-                is a usual one, otherwise a ``RuntimeError``.
+        Other ranks raise an error of the same class if that is a usual one, else a RuntimeError.
         """
         if self.size == 1:
             return work()

@@ -27,11 +27,7 @@ from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 
 @contextmanager
 def naming(path: object) -> Generator[None, None, None]:
-    """Name the checkpoint in every error raised inside, without changing its class.
-
-    Args:
-        path: Path of the checkpoint; None if it is in memory only.
-    """
+    """Name the checkpoint in every error raised inside, without changing its class."""
     try:
         yield
     except Exception as error:
@@ -44,45 +40,37 @@ def naming(path: object) -> Generator[None, None, None]:
         raise
 
 
-def _save(obj: object, path: Path) -> None:
-    with path.open("wb") as file:  # torch.save refuses hidden names
-        torch.save(obj, file)
-
-
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's default checkpoint files, written under another name and renamed when complete.
 
-    Lightning's own writer moves the file from the system's temporary folder, which is a copy that
-    can be interrupted when that is another file system.
+    Lightning's own writer moves the file from the system's temporary folder: where that is another
+    file system, this is a copy that can be interrupted.
 
     Args:
         verify: Compare local files with the checksums of their records before they are loaded.
     """
 
     def __init__(self, verify: bool = True) -> None:
-        """Keep the option."""
         super().__init__()
         self._verify = verify
 
     def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | Path,
-        storage_options: Any | None = None,
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
         """Save one file; remote paths go through Lightning's writer."""
+
+        def write(unfinished: Path) -> None:
+            with unfinished.open("wb") as file:  # torch.save refuses hidden names
+                torch.save(checkpoint, file)
+
         if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         with naming(path):
-            write_in_place(Path(path), lambda unfinished: _save(checkpoint, unfinished))
+            write_in_place(Path(path), write)
 
     def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
-        """Load one file, with the arguments of ``TorchCheckpointIO``.
-
-        Raises:
-            ValueError: The file is damaged.
-        """
+        """Load one file, with the arguments of ``TorchCheckpointIO``."""
         if self._verify and is_local(path):
             _verify(Path(path), ALONE)
         return super().load_checkpoint(path, *args, **options)
@@ -105,26 +93,21 @@ def load_full_checkpoint(
         ranks: All of them must call this; they share the work of verifying.
         verify: Read the whole file first and compare it with the checksums of its records, which
             ``torch.load`` ignores.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is not complete, or damaged.
-        pickle.UnpicklingError: It needs ``weights_only=False``.
     """
-    given, path = path, Path(path)
-    ranks.together(lambda: _check_file(path, given))  # said as Lightning does
+    file = Path(path)
+
+    def check() -> None:
+        if not file.is_file():  # said as Lightning does
+            raise FileNotFoundError(f"Checkpoint file not found: {path}{hint_replaced(file)}")
+
+    ranks.together(check)
     if verify:
-        _verify(path, ranks)
-    return ranks.together(lambda: load_archive(path, weights_only is not False, mmap=True))
-
-
-def _check_file(path: Path, given: str | Path) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"Checkpoint file not found: {given}{hint_replaced(path)}")
+        _verify(file, ranks)
+    return ranks.together(lambda: load_archive(file, weights_only is not False, mmap=True))
 
 
 def _verify(path: Path, ranks: RankGroup) -> None:
-    found = find_damaged_records(path, ranks.rank, ranks.size) if is_archive(path) else []
+    found = _find_damaged_records(path, ranks) if zipfile.is_zipfile(path) else []
     problems = [problem for part in ranks.all_gather(found) for problem in part]
     if problems:
         raise ValueError(f"`{path}` is damaged: {'; '.join(problems[:5])}. {REMEDY} {HOW_TO_SKIP}")
@@ -135,20 +118,10 @@ _CHUNK_NBYTES = 1 << 22
 _LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 
 
-def is_archive(path: Path) -> bool:
-    """Whether the file is a zip archive with its directory, hence not cut off."""
-    return zipfile.is_zipfile(path)
+def _find_damaged_records(path: Path, ranks: RankGroup) -> list[str]:
+    """Compare this rank's share of an archive's records with their CRC-32; describe the damaged.
 
-
-def find_damaged_records(path: Path, rank: int = 0, size: int = 1) -> list[str]:
-    """Compare an archive's records with the CRC-32 that it holds of each.
-
-    Args:
-        rank, size: Part to look at, and number of parts, which are about equally large.
-
-    Returns:
-        Description of each damaged record; none for archives written without checksums
-        (``torch.serialization.set_crc32_options(False)``).
+    Archives written without checksums (``torch.serialization.set_crc32_options(False)``) pass.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -156,7 +129,8 @@ def find_damaged_records(path: Path, rank: int = 0, size: int = 1) -> list[str]:
             if all(info.CRC == 0 for info in records):
                 rank_zero_info(f"`{path}` has no checksums, so its bytes are not verified")
                 return []
-            return [text for info in records[rank::size] if (text := _damage(archive, info))]
+            own = records[ranks.rank :: ranks.size]  # parts of about equal size
+            return [text for info in own if (text := _damage(archive, info))]
     except Exception as error:  # damaged names and lengths raise many kinds
         return [f"its directory cannot be read ({error})"]
 
@@ -172,7 +146,7 @@ def _damage(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | None:
 
 
 def explain_unpickling(path: Path, error: pickle.UnpicklingError) -> Exception:
-    """Return a clearer error than the one of ``torch.load``."""
+    """Translate an error of ``torch.load`` into a clearer one."""
     lines = [line.strip() for line in str(error).splitlines()]
     signs = ("WeightsUnpickler error", "unsupported GLOBAL")  # else the pickle itself is broken
     refused = [line for line in lines if any(sign in line for sign in signs)]
@@ -185,17 +159,8 @@ def explain_unpickling(path: Path, error: pickle.UnpicklingError) -> Exception:
 
 
 def load_archive(path: Path, weights_only: bool, mmap: bool = False) -> dict[str, Any]:
-    """Read a file that ``torch.save`` wrote.
-
-    Args:
-        weights_only: As in ``torch.load``.
-        mmap: Map tensors into memory instead of copying them.
-
-    Raises:
-        ValueError: The file is not complete or damaged.
-        pickle.UnpicklingError: It needs ``weights_only=False``.
-    """
-    complete = is_archive(path)
+    """Read a checkpoint that ``torch.save`` wrote, on the CPU; arguments as in ``torch.load``."""
+    complete = zipfile.is_zipfile(path)  # has its directory, hence is not cut off
     if not complete:
         with path.open("rb") as file:
             if file.read(len(_LEGACY_START)) != _LEGACY_START:

@@ -1,8 +1,14 @@
-"""Convert model and optimizer state between sharded tensors and checkpoints."""
+"""Convert model and optimizer state between sharded tensors and checkpoints.
+
+In one file torch numbers an optimizer's states by position. Ranks may have their parameters in
+another order (every process orders a ``set`` of names in its own way), and so may the run that
+loads. Files therefore hold the names of all positions beside them, under a key of its own in each
+state, which other programs leave alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 from lq_lightning.foundation.parameters import clean_name, tied_names
 from lq_lightning.optim import QuantizedOptimizer, refuse_codes
 
+NAMES = "parameter_names"  # key of a state: names by position
 _NO_ALIASES: Mapping[str, str] = {}
 
 
@@ -34,14 +41,10 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gather_tensors(tree: Any, keep: bool) -> Any:
-    """Replace every DTensor in nested dictionaries and lists by the whole tensor, on the CPU.
+    """Replace every tensor in nested dictionaries and lists by the whole tensor, on the CPU.
 
-    Every rank must call this on the same structure.
-
-    Args:
-        tree: Dictionaries, lists and tuples with any leaves.
-        keep: Whether this rank wants the result; otherwise leaves become ``None``, which frees
-            memory as the gathering goes on.
+    Every rank must call this on the same structure. Where ``keep`` is false leaves become ``None``,
+    which frees memory as the gathering goes on.
     """
     if isinstance(tree, Mapping):
         return {key: gather_tensors(value, keep) for key, value in tree.items()}
@@ -75,12 +78,8 @@ def _shard_like(value: Any, like: Any) -> Any:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         converted = [(key, _shard_like(item, like)) for key, item in items]
         return dict(converted) if isinstance(value, dict) else [item for _, item in converted]
-    if (
-        isinstance(like, DTensor)
-        and isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.shape == like.shape
-    ):
+    whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if isinstance(like, DTensor) and whole and value.shape == like.shape:
         return local_shard(value, like)
     return value
 
@@ -88,16 +87,7 @@ def _shard_like(value: Any, like: Any) -> Any:
 def load_model(
     module: nn.Module, state: Mapping[str, Any], strict: bool, ranks: RankGroup = ALONE
 ) -> None:
-    """Load a full state dict; every rank reads its shards from the whole tensors.
-
-    Args:
-        module: This rank's part of the model, or all of it.
-        state: State of the whole model.
-        ranks: The ranks that hold the whole model together and call this.
-
-    Raises:
-        RuntimeError: Names or shapes do not fit on some rank (names only if ``strict``).
-    """
+    """Load a full state dict of the whole model, which ``ranks`` hold together; all call this."""
     current = module.state_dict()
     by_clean_name = {clean_name(key): key for key in current}
     elsewhere = set().union(*ranks.all_gather(set(by_clean_name))) - by_clean_name.keys()
@@ -122,10 +112,7 @@ def load_optimizer(
     Args:
         state: State of the optimizer, or by name of one that has more parameters.
         aliases: Name in ``state`` by name of a parameter in ``module``, where they differ.
-        strict: Whether a state by name has to have all of the optimizer's parameters.
-
-    Raises:
-        ValueError: The parameter groups do not fit.
+        strict: Refuse a state by name that lacks some of the optimizer's parameters.
     """
     if not optimizer.state_dict():  # Lightning's stand-in for a module without optimizer
         return
@@ -156,7 +143,7 @@ def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def load_like(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Shard whole tensors of a full checkpoint like the parameters whose names they have."""
+    """Shard whole tensors of a full checkpoint like the parameters of the same names."""
     parameters = _parameters(module)
     return {n: _shard_like(t, parameters[n]) for n, t in whole.items() if n in parameters}
 
@@ -165,11 +152,7 @@ def load_like(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def check_optimizer(module: nn.Module, optimizer: Optimizer, index: int) -> None:
-    """Make sure that the optimizer updates the sharded parameters.
-
-    Raises:
-        ValueError: It holds a tensor that is no parameter of ``module`` (any more).
-    """
+    """Refuse an optimizer that holds tensors which sharding has replaced."""
     names = _names(module)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -191,10 +174,7 @@ def _positions(optimizer: Optimizer) -> dict[int, int]:
 def optimizer_state_by_name(
     module: nn.Module, optimizer: Optimizer, aliases: Mapping[str, str] = _NO_ALIASES
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with parameter names instead of positions, nothing gathered.
-
-    ``aliases`` are names to be used instead of those in ``module``.
-    """
+    """``optimizer.state_dict()`` with names (or their aliases) for positions, nothing gathered."""
     state = optimizer.state_dict()
     if not state:  # Lightning's stand-in for a module without optimizer
         return {}
@@ -214,8 +194,8 @@ def optimizer_state_by_name(
 def merge_parameter_groups(state: dict[str, Any], ranks: RankGroup) -> dict[str, Any]:
     """Let every rank's parameter groups name the parameters of all ranks.
 
-    Ranks with other parts of the model have other parameters in the group of an index. Groups of
-    one index with equal hyperparameters become one; others follow at the end.
+    Ranks that hold other parts of the model have other parameters in the group of an index. Groups
+    of one index with equal hyperparameters become one; others follow at the end.
     """
     merged: dict[tuple[int, str], dict[str, Any]] = {}
     for groups in ranks.all_gather(state.get("param_groups", [])):
@@ -260,11 +240,7 @@ def _model_keys(checkpoint: ShardedCheckpoint) -> dict[str, str]:
 
 
 def load_sharded_model(module: nn.Module, checkpoint: ShardedCheckpoint, strict: bool) -> None:
-    """Load the model's state from a sharded checkpoint of any world size, in place.
-
-    Raises:
-        RuntimeError: Names or shapes do not fit on some rank (names only if ``strict``).
-    """
+    """Load the model's state from a sharded checkpoint of any world size, in place."""
     stored = _model_keys(checkpoint)
     current = module.state_dict()
     wanted = {key: stored[clean_name(key)] for key in current if clean_name(key) in stored}
@@ -280,25 +256,23 @@ def load_sharded_model(module: nn.Module, checkpoint: ShardedCheckpoint, strict:
         if unexpected:
             problems.append(f"not in the model: {', '.join(unexpected)}")
     for key, flat_key in wanted.items():
-        size, value = checkpoint.size(flat_key), current[key]
-        if size is not None and isinstance(value, Tensor) and size != value.shape:
-            problems.append(f"`{key}`: {tuple(size)} stored, {tuple(value.shape)} in the model")
-    checkpoint.ranks.together(lambda: _raise_misfit(module, checkpoint, problems, strict))
+        described, value = checkpoint.tensor(flat_key), current[key]
+        if described and isinstance(value, Tensor) and described[0] != value.shape:
+            shapes = f"{tuple(described[0])} stored, {tuple(value.shape)} in the model"
+            problems.append(f"`{key}`: {shapes}")
+    remedy = " Set `strict_loading = False` on the LightningModule to load what fits by name."
+
+    def check() -> None:
+        if problems:
+            raise RuntimeError(
+                f"`{checkpoint.path}` does not fit `{type(module).__name__}`: "
+                f"{'; '.join(problems)}.{remedy if strict else ''}"
+            )
+
+    checkpoint.ranks.together(check)
     flat = {flat_key: current[key] for key, flat_key in wanted.items()}
     checkpoint.load(flat)
     module.load_state_dict({key: flat[k] for key, k in wanted.items()}, strict=False)
-
-
-def _raise_misfit(
-    module: nn.Module, checkpoint: ShardedCheckpoint, problems: list[str], strict: bool
-) -> None:
-    if problems:
-        remedy = " Set `strict_loading = False` on the LightningModule to load what fits by name."
-        raise RuntimeError(
-            f"`{checkpoint.path}` does not fit `{type(module).__name__}`: "
-            + "; ".join(problems)
-            + ("." + remedy if strict else ".")
-        )
 
 
 def load_sharded_optimizer(
@@ -312,11 +286,7 @@ def load_sharded_optimizer(
     """Load an optimizer's state by parameter name from a checkpoint of any world size.
 
     ``place`` is its path in the checkpoint; ``aliases`` are names in the checkpoint, by those in
-    ``module``. Parameters without stored state keep none, as those that
-    never had a gradient.
-
-    Raises:
-        ValueError: The checkpoint has no such optimizer, or (if ``strict``) lacks a parameter.
+    ``module``. Parameters without stored state, which never had a gradient, keep none.
     """
     keys = checkpoint.keys_under(*place)
     if not optimizer.state_dict():  # Lightning's stand-in for a module without optimizer
@@ -348,9 +318,10 @@ def load_sharded_optimizer(
 
 
 def _destination(checkpoint: ShardedCheckpoint, key: str, like: Tensor | None) -> Any:
-    size, dtype = checkpoint.size(key), checkpoint.dtype(key)
-    if size is None or dtype is None:
+    described = checkpoint.tensor(key)
+    if described is None:
         return None
+    size, dtype = described
     if isinstance(like, DTensor) and size == like.shape:
         return empty_like_sharded(like, dtype)
     return torch.empty(size, dtype=dtype)
@@ -359,7 +330,7 @@ def _destination(checkpoint: ShardedCheckpoint, key: str, like: Tensor | None) -
 def load_sharded_like(
     module: nn.Module, checkpoint: ShardedCheckpoint, kind: str
 ) -> dict[str, Tensor]:
-    """Tensors of a kind, sharded like the parameters of this world size whose names they have."""
+    """Tensors of a kind, sharded like the parameters of the same names at this world size."""
     parameters = _parameters(module)
     keys = {key: str(path[0]) for key, path in checkpoint.keys_under(kind).items()}
     flat = {
@@ -367,6 +338,183 @@ def load_sharded_like(
         for key, name in keys.items()
         if name in parameters
     }
-    if keys:  # on every rank, whatever it has of them
+    if keys:  # a collective: on every rank, whatever it has of them
         checkpoint.load(flat)
     return {keys[key]: value for key, value in flat.items()}
+
+
+# --- positions and names -------------------------------------------------------------------------
+
+
+def by_position(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Replace names by positions, as torch keys a state in one process, and add the names."""
+    names = [name for group in groups for name in group["params"]]
+    position: dict[Any, Any] = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {position.get(name, name): value for name, value in states.items()},
+        "param_groups": [
+            {**group, "params": [position[name] for name in group["params"]]} for group in groups
+        ],
+        NAMES: names,
+    }
+
+
+def by_name(saved: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any] | None:
+    """Replace positions by names where the state has them, else return None.
+
+    Args:
+        saved: Result of :func:`by_position`, or the ``state_dict`` of an optimizer, which may have
+            been made with names.
+        known: Names of all parameters of the model.
+    """
+    groups = saved["param_groups"]
+    names = saved.get(NAMES)
+    if names is None and all("param_names" in group for group in groups):
+        given = [name for group in groups for name in group["param_names"]]
+        names = given if set(given) <= set(known) else None  # else of parts of the model
+    if names is None:
+        return None
+    name_at = dict(enumerate(names))
+    return {
+        "state": {name_at.get(key, key): value for key, value in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": [name_at[key] for key in group["params"]]} for group in groups
+        ],
+    }
+
+
+def state_by_name(
+    module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """As :func:`by_name`; None also if the optimizer has parameters that are not the module's."""
+    if any(None in group for group in _group_names(module, optimizer)):
+        return None
+    return by_name(saved, _names(module).values())
+
+
+def with_names(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """The ``state_dict`` of an optimizer with the names, if all its parameters are the module's."""
+    names = [name for group in _group_names(module, optimizer) for name in group]
+    return saved if not saved or None in names else {**saved, NAMES: names}
+
+
+def _group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
+    names = _names(module)
+    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+
+
+# --- several ranks ----------------------------------------------------------------------------
+
+
+def check_alike(module: nn.Module, optimizers: Sequence[Optimizer], ranks: RankGroup) -> None:
+    """Refuse, on all ranks, optimizers that differ between ranks which shard the same parameters.
+
+    The order of parameters within a group may differ. All ranks call it.
+    """
+    own = [
+        (type(o).__name__, [sorted(map(str, group)) for group in _group_names(module, o)])
+        for o in optimizers
+    ]
+    found = ranks.first_other(own)
+    if found is None:
+        return
+    raise ValueError(
+        f"{_first_difference(*found)}. Each rank updates its shards by its "
+        "own optimizer, so parameters would be trained in part. Let `configure_optimizers` make "
+        "the same groups on all ranks."
+    )
+
+
+def check_order(module: nn.Module, optimizer: Optimizer, ranks: RankGroup) -> None:
+    """Refuse, on all ranks, to load by position where they have other parameters at one."""
+    found = ranks.first_other([n for group in _group_names(module, optimizer) for n in group])
+    if found is None:
+        return
+    *both, other = found
+    pairs = zip(*both, strict=False)
+    place, (first, second) = next((i, pair) for i, pair in enumerate(pairs) if len({*pair}) > 1)
+    raise ValueError(
+        f"the checkpoint tells the parameters of {type(optimizer).__name__} by their positions "
+        f"only, and number {place} is `{first}` on rank 0, but `{second}` on rank {other}. Let "
+        "`configure_optimizers` give them in the same order on all ranks and in the run that "
+        "saved it (not from a `set`)."
+    )
+
+
+def _first_difference(first: list[Any], second: list[Any], rank: int) -> str:
+    for index, ((kind, groups), (other, others)) in enumerate(zip(first, second, strict=False)):
+        if kind != other:
+            return f"optimizer {index} is {kind} on rank 0, but {other} on rank {rank}"
+        where = f"optimizer {index} ({kind}) has"
+        for number, (names, theirs) in enumerate(zip(groups, others, strict=False)):
+            more, fewer = set(names) - set(theirs), set(theirs) - set(names)
+            if more or fewer:
+                ranks = (0, rank) if more else (rank, 0)
+                return (
+                    f"{where} `{min(more or fewer)}` in parameter group {number} on rank "
+                    f"{ranks[0]}, but not on rank {ranks[1]}"
+                )
+        if len(groups) != len(others):
+            return f"{where} {len(groups)} parameter groups on rank 0, {len(others)} on rank {rank}"
+    return f"there are {len(first)} optimizers on rank 0, but {len(second)} on rank {rank}"
+
+
+def gather_optimizer(module: nn.Module, optimizer: Optimizer, ranks: RankGroup) -> dict[str, Any]:
+    """The whole state of an optimizer by position on the first rank, nothing elsewhere.
+
+    All ranks that hold its shards call it; states are gathered by name, in the first rank's order,
+    as parameters may have another order on another rank.
+    """
+    own = optimizer_state_by_name(module, optimizer)
+    if not own:
+        return {}
+    check_alike(module, [optimizer], ranks)
+    states = own["state"]
+    keys = {name: list(entry) for name, entry in states.items() if isinstance(entry, Mapping)}
+    order: dict[str, list[str]] = ranks.broadcast(keys)
+    ranks.together(lambda: _check_keys(optimizer, keys, order))
+    keep = ranks.is_first
+    whole = {
+        name: {key: gather_tensors(states[name][key], keep) for key in order[name]}
+        for name in order
+    }
+    if not keep:
+        return {}
+    others = {name: entry for name, entry in states.items() if name not in whole}
+    return by_position({**whole, **others}, gather_tensors(own["param_groups"], keep))
+
+
+def _check_keys(
+    optimizer: Optimizer, own: Mapping[str, list[str]], first: Mapping[str, list[str]]
+) -> None:
+    for name in {**first, **own}:
+        found, wanted = own.get(name, []), first.get(name, [])
+        if sorted(found) != sorted(wanted):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps of `{name}` {sorted(found)} here, but "
+                f"{sorted(wanted)} on the first rank: the checkpoint cannot hold both. Let all "
+                "ranks take the same optimizer steps."
+            )
+
+
+# --- schedules --------------------------------------------------------------------------------
+
+
+def check_schedules(configs: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse schedules whose base rates, which go by position, would move to other groups.
+
+    ``configs`` are Lightning's, of optimizers that are loaded and schedules that are not yet.
+    """
+    for index, (config, values) in enumerate(zip(configs, saved, strict=False)):
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        groups = [] if optimizer is None else optimizer.param_groups
+        rates = [float(group.get("initial_lr", -1.0)) for group in groups]
+        for part in (values, *values.get("_schedulers", ())):  # SequentialLR and similar
+            bases = [float(rate) for rate in part.get("base_lrs", ())]
+            if bases != rates and sorted(bases) == sorted(rates):
+                raise ValueError(
+                    f"schedule {index} ({type(config.scheduler).__name__}) has base rates {bases} "
+                    f"in the checkpoint, but the parameter groups of its optimizer start from "
+                    f"{rates}: they have another order than in the run that saved it. Let "
+                    "`configure_optimizers` make the groups in that order."
+                )

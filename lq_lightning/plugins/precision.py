@@ -1,4 +1,4 @@
-"""Compute precision of models sharded by FSDP2."""
+"""Compute precision and gradient norms of models sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lq_lightning._compat.lightning import (
     call_hooks,
@@ -24,13 +26,10 @@ from lq_lightning._compat.lightning import (
     default_dtype,
     refuse_norm_clipping,
 )
-from lq_lightning.plugins.grad_norm import PlainNorms
 
-__all__ = ["FullyShardedPrecision", "PrecisionName"]
+__all__ = ["FullyShardedPrecision", "PrecisionName", "grad_norm"]
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
-
-
 _NAMES = get_args(PrecisionName)
 _PART = (
     "a hook calls `torch.nn.utils.clip_grad_norm_`, but this rank has the gradients of its own "
@@ -68,33 +67,24 @@ class FullyShardedPrecision(Precision):
     precision: PrecisionName = "32-true"
     # set by a strategy whose ranks have gradients of different parameters
     clip_norm: Callable[[list[nn.Parameter], float], None] | None = None
-    # set by a strategy that leaves out steps; called before anything may change the gradients
+    # set by a strategy that skips steps; called before anything may change the gradients
     look_at_gradients: Callable[[Optimizer], None] | None = None
     casts_once = False  # within `casting_once`
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:
-        """Check and keep the name."""
         self.check_name(precision)
         self.precision = precision
         self.device_type = "cpu"  # set by the strategy before the first step
 
     @staticmethod
     def check_name(precision: str) -> None:
-        """Refuse what there is no equivalent of.
-
-        Raises:
-            ValueError: ``precision`` is none of the three names.
-        """
+        """Refuse precisions without an equivalent."""
         if precision not in _NAMES:
             raise _unsupported(f"precision={precision!r}")
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> FullyShardedPrecision:
-        """Replace one of Lightning's own plugins by the equivalent for FSDP2.
-
-        Raises:
-            ValueError: There is no equivalent.
-        """
+        """Replace one of Lightning's own plugins with its equivalent for FSDP2."""
         if isinstance(plugin, cls):
             return plugin
         if type(plugin) in (Precision, HalfPrecision, MixedPrecision, FSDPPrecision):
@@ -138,12 +128,12 @@ class FullyShardedPrecision(Precision):
 
     @contextmanager
     def casting_once(self) -> Generator[None, None, None]:
-        """Around forward passes, and backward passes between them, that share casts of weights.
+        """Let forward passes, and backward passes between them, share casts of weights.
 
         Not for weights that FSDP2 gathers. After a weight has changed, call
-        ``torch.clear_autocast_cache()``. Weights that need no gradient are cast in each pass, as
-        autocast keeps casts of the others only. The gradients of a weight that a pass uses several
-        times add up in bf16 behind its one cast.
+        ``torch.clear_autocast_cache()``. Frozen weights are cast in each pass, as autocast keeps
+        only casts of the others. Gradients of a weight that a pass uses several times add up in
+        bf16, behind its one cast.
         """
         if self.precision != "bf16-mixed":
             yield
@@ -165,25 +155,25 @@ class FullyShardedPrecision(Precision):
             torch.clear_autocast_cache()  # the user may be within an outer one
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Call the ``on_after_backward`` hooks; norms of sharded gradients are plain there."""
-        with PlainNorms():
+        """Call the ``on_after_backward`` hooks, in which norms of sharded gradients are plain."""
+        with _PlainNorms():
             return super().post_backward(tensor, module)
 
     @contextmanager
     def adding_up(self, model: LightningModule) -> Generator[None, None, None]:
-        """Around the backward passes of one batch, of whose gradients only the sum is wanted."""
+        """Run the backward passes of one batch, of whose gradients only the sum is wanted."""
         yield
 
     def collect(self) -> None:
-        """Between two of these passes: take gradients that were written past autograd's hooks."""
+        """Take gradients that were written past autograd's hooks, between two of these passes."""
 
     @contextmanager
     def handing_out(self, model: LightningModule) -> Generator[None, None, None]:
-        """Around the reduction of that sum; behind it the gradients are complete."""
+        """Reduce that sum; afterwards the gradients are complete."""
         yield
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip each element, after a look at what that hides (with manual optimization as well)."""
+        """Clip each element, after a look at infinite gradients that clipping hides."""
         if self.look_at_gradients is not None:
             self.look_at_gradients(optimizer)
         super().clip_grad_by_value(optimizer, clip_val)
@@ -199,19 +189,68 @@ class FullyShardedPrecision(Precision):
         trainer = model.trainer
         if self.look_at_gradients is not None:
             self.look_at_gradients(optimizer)
-        whole = self.clip_norm is None
-        with nullcontext() if whole else refuse_norm_clipping(_PART):
-            with PlainNorms():
+        with nullcontext() if self.clip_norm is None else refuse_norm_clipping(_PART):
+            with _PlainNorms():
                 call_hooks(trainer, "on_before_optimizer_step", optimizer)
-            self._clip_gradients(
-                model,
-                optimizer,
-                trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            )
+            value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
 
     def run_closure(
         self, model: LightningModule, optimizer: Any, closure: Callable[[], Any]
     ) -> Any:
         """Forward, backward, hooks and clipping, without the optimizer step."""
         return self._wrap_closure(model, optimizer, closure)
+
+
+_NORMS: frozenset[Callable[..., Any]] = frozenset(
+    {torch.Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm}
+)
+
+
+class _PlainNorms(TorchFunctionMode):
+    """Makes norms of sharded tensors plain numbers, the same on every rank.
+
+    Without it such a norm is a DTensor scalar, which ``torch.tensor([...])`` (so Lightning's
+    ``grad_norm``) and metric logging do not accept. All ranks have to compute the same norms.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _NORMS and isinstance(result, DTensor):
+            return result.full_tensor()
+        return result
+
+
+def grad_norm(
+    module: nn.Module, norm_type: float | str = 2.0, group_separator: str = "/"
+) -> dict[str, Tensor]:
+    """Norm of every parameter's gradient and of all of them together, for any sharding.
+
+    Works in every hook between backward and the optimizer step. Every rank must call it.
+
+    Args:
+        module: Sharded or plain.
+        norm_type: The p of the p-norm, or ``"inf"``.
+        group_separator: Separates the prefix from the parameter name in the keys.
+
+    Returns:
+        ``{"grad_2.0_norm/<name>": ..., "grad_2.0_norm_total": ...}``, scalar tensors, the same on
+        every rank; empty if nothing has a gradient.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"`norm_type={norm_type!r}` is not valid: a positive number or 'inf'.")
+    norms: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            norm = torch.linalg.vector_norm(parameter.grad.detach(), p)
+            value = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norms[f"grad_{p}_norm{group_separator}{name}"] = value
+    if norms:
+        norms[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(
+            torch.stack([n.float() for n in norms.values()]), p
+        )
+    return norms

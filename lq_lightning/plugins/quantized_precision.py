@@ -37,10 +37,6 @@ StateName = Literal["expanded_fp8", "dynamic8", "fp8", "int8", "none"]
 BufferName = Literal["int8", "fp8_e4m3", "none"]
 
 
-def _check_name(option: str, value: object, allowed: tuple[object, ...], config: type) -> None:
-    check_choice("QuantizedPrecision", option, value, allowed, config)
-
-
 class QuantizedPrecision(FullyShardedPrecision):
     """Keeps optimizer states and gradient sums in 8 bits; ``configure_optimizers`` stays as it is.
 
@@ -73,25 +69,22 @@ class QuantizedPrecision(FullyShardedPrecision):
     def __init__(
         self,
         precision: PrecisionName = "32-true",
-        optimizer_state: Literal["expanded_fp8", "dynamic8", "fp8", "int8", "none"]
-        | OptimizerQuantization = "expanded_fp8",
-        gradient_buffer: Literal["int8", "fp8_e4m3", "none"] | CodecSpec = "int8",
+        optimizer_state: StateName | OptimizerQuantization = "expanded_fp8",
+        gradient_buffer: BufferName | CodecSpec = "int8",
     ) -> None:
-        """Check the options."""
         super().__init__(precision)
-        self._states: OptimizerQuantization | None
+        owner, config = "QuantizedPrecision", OptimizerQuantization
+        self._states: OptimizerQuantization | None = None
         if isinstance(optimizer_state, OptimizerQuantization):
             self._states = optimizer_state
         else:
-            allowed = get_args(StateName)
-            _check_name("optimizer_state", optimizer_state, allowed, OptimizerQuantization)
-            self._states = None
+            names = get_args(StateName)
+            check_choice(owner, "optimizer_state", optimizer_state, names, config)
             if optimizer_state != "none":
-                self._states = OptimizerQuantization(
-                    first_moment=optimizer_state, second_moment=optimizer_state
-                )
+                self._states = config(first_moment=optimizer_state, second_moment=optimizer_state)
         if not isinstance(gradient_buffer, CodecSpec):
-            _check_name("gradient_buffer", gradient_buffer, get_args(BufferName), CodecSpec)
+            names = get_args(BufferName)
+            check_choice(owner, "gradient_buffer", gradient_buffer, names, CodecSpec)
         self._buffer_code = gradient_buffer
         self._buffer: QuantizedGradientBuffer | None = None
         self._plain: list[str | None] = []  # classes of optimizers that cannot read codes
@@ -104,12 +97,7 @@ class QuantizedPrecision(FullyShardedPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Quantize the optimizers, and the gradient sums if there will be any.
-
-        Raises:
-            ValueError: The strategy or an optimizer's options are not supported.
-            TypeError: An optimizer has no quantized twin.
-        """
+        """Quantize the optimizers, and the gradient sums if there will be any."""
         module = model if isinstance(model, LightningModule) else model.module
         if not isinstance(module, LightningModule):
             raise AssertionError("strategies wrap the LightningModule itself")
@@ -181,18 +169,15 @@ class QuantizedPrecision(FullyShardedPrecision):
         trainer = module.trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
-        passes = (
-            getattr(trainer.strategy, "backwards_per_batch", 1) * trainer.accumulate_grad_batches
-        )
+        per_batch = getattr(trainer.strategy, "backwards_per_batch", 1)
+        passes = per_batch * trainer.accumulate_grad_batches
         return module.automatic_optimization and (scheduled or passes > 1)
 
     def _make_buffer(self, module: LightningModule) -> None:
         if self._buffer_code == "none":
             return
-        codec = None
-        if isinstance(self._buffer_code, CodecSpec):
-            codec = self._buffer_code
-        elif self._buffer_code == "fp8_e4m3":
+        codec = self._buffer_code if isinstance(self._buffer_code, CodecSpec) else None
+        if self._buffer_code == "fp8_e4m3":
             codec = CodecSpec(code="fp8_e4m3", group_size=128)
         try:
             self._buffer = QuantizedGradientBuffer(module, codec=codec)
@@ -215,7 +200,7 @@ class QuantizedPrecision(FullyShardedPrecision):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Backward; gradients of all but the last micro-batch of a window go to the buffer."""
+        """Run backward; gradients of all but the last micro-batch of a window go to the buffer."""
         if self._buffer is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
@@ -233,7 +218,7 @@ class QuantizedPrecision(FullyShardedPrecision):
 
     @contextmanager
     def adding_up(self, model: LightningModule) -> Generator[None, None, None]:
-        """Gradients of all backward passes of the batch go to the buffer."""
+        """Add gradients of all backward passes of the batch to the buffer."""
         if self._buffer is None:
             yield
             return
@@ -249,7 +234,7 @@ class QuantizedPrecision(FullyShardedPrecision):
 
     @contextmanager
     def handing_out(self, model: LightningModule) -> Generator[None, None, None]:
-        """The last batch of a window gets the sums of all of them."""
+        """Give the last batch of a window the sums of all of them."""
         if self._buffer is None:
             yield
             return
@@ -265,19 +250,14 @@ class QuantizedPrecision(FullyShardedPrecision):
         super()._after_closure(model, optimizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse codes that optimizers left in full precision could not read.
-
-        Raises:
-            ValueError: ``optimizer_state="none"``, the checkpoint has quantized states, and the
-                module did not make the optimizer a quantized one itself.
-        """
+        """Refuse codes that optimizers in full precision could not read."""
         states = checkpoint.get("optimizer_states", ())
         for name, state in zip(self._plain, states, strict=False):  # as Lightning loads them
             if name is not None:
                 refuse_codes(state, f'{name} (`optimizer_state="none"`)')
 
     def teardown(self) -> None:
-        """Leave the module without a buffer."""
+        """Remove the buffer from the module."""
         if self._buffer is not None:
             self._buffer.remove()
             self._buffer = None

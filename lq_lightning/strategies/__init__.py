@@ -1,7 +1,7 @@
-"""Lightning strategies, and what a strategy of one's own is made of."""
+"""Lightning strategies, and the pieces to build your own."""
 
+from lq_lightning.checkpoint.checkpointer import StrategyPart
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
-from lq_lightning.strategies.optimizer_steps import StrategyPart
 from lq_lightning.strategies.options import FSDPOptions
 from lq_lightning.strategies.quantized_fsdp import QuantizedFSDPStrategy
 from lq_lightning.strategies.quantized_pipeline import QuantizedPipelineStrategy

@@ -1,4 +1,4 @@
-"""Checks before the first step: modules, callbacks and optimizers that cannot be sharded."""
+"""Checks before the first step: modules, callbacks, devices and optimizers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,13 @@ from lq_lightning.foundation.parameters import shares_memory_within
 
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 
-# Their updates need operations that torch does not have for DTensors.
+# their updates need operations that torch does not have for DTensors
 _UNSUPPORTED_OPTIMIZERS = (optim.Adafactor, optim.LBFGS, optim.Rprop, optim.SparseAdam)
 _UNSUPPORTED_IF_FUSED = (optim.Adagrad, optim.SGD)
 
 
 def check_shardable(root: nn.Module) -> None:
-    """Refuse modules that FSDP2 cannot shard, before anything is changed.
-
-    Raises:
-        TypeError: A submodule is wrapped by FSDP1, DDP or DataParallel.
-        ValueError: A parameter is a scalar, empty, expanded or lazily initialised, its gradient is
-            sparse, it has hooks, or its module writes into it.
-        NotImplementedError: A unit is sharded over a 2-D mesh (HSDP), or a parameter by tensor
-            parallelism.
-    """
+    """Refuse modules that FSDP2 cannot shard, before anything is changed."""
     for name, module in root.named_modules():
         if isinstance(module, _WRAPPERS):
             raise TypeError(
@@ -114,12 +106,7 @@ def check_shardable(root: nn.Module) -> None:
 
 
 def check_fully_sharded(root: nn.Module) -> None:
-    """Make sure that nothing is left that ranks would update differently or FSDP2 cannot reduce.
-
-    Raises:
-        RuntimeError: A parameter belongs to no unit, so its gradient is never reduced.
-        ValueError: Trained parameters of one unit have several dtypes.
-    """
+    """Refuse parameters that ranks would update differently, or FSDP2 could not reduce."""
     left = [n for n, p in root.named_parameters() if not isinstance(p, DTensor)]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -143,11 +130,7 @@ def check_fully_sharded(root: nn.Module) -> None:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse callbacks that handle the parameters as if they were whole.
-
-    Raises:
-        NotImplementedError: One of them is among the callbacks.
-    """
+    """Refuse callbacks that treat parameters as whole tensors."""
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
@@ -166,12 +149,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 def check_device(strategy: ModelParallelStrategy, synchronizes_layers: bool) -> None:
-    """Refuse devices that do not go with the strategy's other options.
-
-    Raises:
-        ValueError: This process has no device, or one that is not supported, or not by the backend
-            or by synchronized batch norm.
-    """
+    """Refuse devices that do not go with the strategy's other options."""
     devices = len(strategy.parallel_devices or ())
     if strategy.local_rank >= devices:
         raise ValueError(
@@ -199,16 +177,10 @@ def check_device(strategy: ModelParallelStrategy, synchronizes_layers: bool) -> 
 
 
 def check_start(callbacks: Sequence[Any], ranks: RankGroup) -> None:
-    """Refuse to begin anew because the checkpoint to go on from had lost its name.
+    """Refuse to start afresh because a killed run had set aside ``OnExceptionCheckpoint``'s file.
 
-    Lightning's search finds every other one that a killed run has set aside.
-
-    Args:
-        callbacks: The Trainer's.
-        ranks: The ranks that call this together.
-
-    Raises:
-        RuntimeError: The checkpoint of ``OnExceptionCheckpoint`` was set aside. It is back.
+    The file has its name again. Lightning's search finds every other one that was set aside. All
+    ``ranks`` call this.
     """
     saves = [c for c in callbacks if isinstance(c, OnExceptionCheckpoint)]
     paths = [Path(callback.ckpt_path) for callback in saves if is_local(callback.ckpt_path)]
@@ -226,11 +198,7 @@ def check_start(callbacks: Sequence[Any], ranks: RankGroup) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose first step on sharded parameters would fail.
-
-    Raises:
-        NotImplementedError: It is one of those.
-    """
+    """Refuse an optimizer whose first step on sharded parameters would fail."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if isinstance(optimizer, _UNSUPPORTED_OPTIMIZERS):
         what = f"`{type(optimizer).__name__}`"

@@ -45,7 +45,7 @@ _NOT_IN_PLACE = frozenset({"__int__", "__invert__", "__index__", "__init__"})
 
 
 class DirectUses(SuspendableMode):
-    """Gives the gathered values of the root's parameters to functions that compute with them.
+    """Gives gathered values of the root's parameters to functions that compute with them.
 
     - A function that writes (``clamp_``, foreach and fused functions, ``out=``), or asks for
       properties, gets shards.
@@ -77,12 +77,7 @@ class DirectUses(SuspendableMode):
         self._name_of = name_of
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of torch on shards or on gathered values.
-
-        Raises:
-            RuntimeError: ``.data`` of a shard is assigned something of another shape or dtype, or
-                the gradient of a parameter in a unit is asked for by ``torch.autograd.grad``.
-        """
+        """Run a function of torch on shards or on gathered values."""
         if func is Tensor.backward or func is torch.autograd.grad:
             self._check_gradients_of(args, kwargs)
             args, kwargs = self.arguments(args, kwargs)
@@ -114,7 +109,7 @@ class DirectUses(SuspendableMode):
         return self._read(func, args, kwargs)
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute with shards, or with whole tensors where torch has no sharded form."""
+        """Compute with shards, or with whole tensors where torch has no form for shards."""
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -126,7 +121,7 @@ class DirectUses(SuspendableMode):
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace parameters of the root by their gathered values."""
+        """Replace parameters of the root with their gathered values."""
         if not any(isinstance(t, DTensor) for t in _tensors(args, kwargs)):
             return args, kwargs
         return _map(self._parameter, args, kwargs)
@@ -136,12 +131,9 @@ class DirectUses(SuspendableMode):
         return tensor if found is None else found
 
     def _is_trained(self, tensor: Tensor) -> bool:
-        """Whether a gradient is to come to the parameter by this use of it."""
-        return (
-            tensor.requires_grad
-            and torch.is_grad_enabled()
-            and self._parameter(tensor) is not tensor
-        )
+        """Whether this use of a parameter is to give it a gradient."""
+        needed = tensor.requires_grad and torch.is_grad_enabled()
+        return needed and self._parameter(tensor) is not tensor
 
     def _whole(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -155,7 +147,7 @@ class DirectUses(SuspendableMode):
         return tensor.full_tensor()
 
     def _assign(self, target: Tensor, value: DTensor) -> None:
-        """``target.data = value``, by which a DTensor would lose the value."""
+        """Assign ``target.data = value``; a DTensor's own assignment would lose the value."""
         if value.shape != target.shape or value.dtype != target.dtype:
             raise RuntimeError(
                 f"`.data` of the sharded parameter `{self._name_of(target)}` was assigned a tensor "
@@ -186,7 +178,7 @@ class DirectUses(SuspendableMode):
 
 
 def _remember(parameter: Any, value: Any) -> Any:
-    """Let a tensor that shares memory with a parameter know it."""
+    """Note on a tensor which parameter it shares memory with."""
     if isinstance(value, DTensor) and isinstance(parameter, nn.Parameter):
         setattr(value, _PARAMETER, parameter)
     return value

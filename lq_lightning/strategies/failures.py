@@ -1,4 +1,4 @@
-"""What happens when a rank fails or is told to stop: all ranks stop, and the error says why."""
+"""Failing ranks and stop signals: all ranks stop, and the error says why."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lq_lightning._compat.lightning import note_sigterm, replace_stop_check, tra
 from lq_lightning._compat.torch import leave_note, meet, read_note
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
 
-# How long ranks may fail one after the other and still save together: a slow batch.
+# how long ranks may fail one after the other and still save together: a slow batch
 _TOGETHER = timedelta(seconds=60)
 _failures = count()
-# How long to look for another rank's note of its failure, once a collective has failed.
+# how long to look for another rank's note of its failure, once a collective has failed
 _LISTEN = timedelta(seconds=1)
 _runs = 0
 
-# gloo, TCPStore and NCCL words for "the other side is not there any more"
+# words of gloo, TCPStore and NCCL for a peer that is gone
 _LOST = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|timed out waiting"
     r"|application timeout caused pair closure|failed to recv, got 0 bytes|remote process exited"
@@ -40,7 +40,7 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 
-# torch's words for an operation that does not take DTensors, or not together with other tensors
+# torch's words for an operation that does not take DTensors, or not along with other tensors
 _SHARDED = re.compile(
     r"mixed torch\.Tensor and DTensor|does not have a sharding strategy|sharding propagation failed"
     r"|in-place operations that require placement changes|unevenly sharded tensor",
@@ -53,12 +53,12 @@ class LostRankError(RuntimeError):
 
 
 class Failures:
-    """How a strategy deals with failing ranks and stop signals.
+    """Handles failing ranks and stop signals of a strategy.
 
     Attributes:
         training_began: Whether there is anything to continue from.
-        why_not_saved: Why this failing rank cannot write a checkpoint with the others; None if it
-            can, or does not fail.
+        why_not_saved: Reason why this failing rank cannot write a checkpoint with the others; None
+            if it can, or has not failed.
     """
 
     def __init__(self, strategy: ModelParallelStrategy) -> None:
@@ -87,16 +87,16 @@ class Failures:
         return explain_lost_rank(self._strategy.global_rank, self._strategy.world_size)
 
     def tell_others(self, error: BaseException) -> None:
-        """Let ranks that will lose contact with this one know its error. Nobody waits for them."""
+        """Leave a note of this error for ranks that will lose contact; nobody waits for it."""
         if self._strategy.world_size > 1 and not isinstance(error, LostRankError):
             text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
             rank = self._strategy.global_rank
             leave_note(_note(), f"rank {rank} failed: {type(error).__name__}: {text}")
 
     def can_save(self, module: LightningModule) -> bool:
-        """Whether all ranks are here to save; asked by each save before its first collective.
+        """Whether all ranks are here to save; each save asks before its first collective.
 
-        ``OnExceptionCheckpoint`` saves on every rank that fails, and it may be the only one.
+        ``OnExceptionCheckpoint`` saves on every rank that fails, perhaps on one alone.
         """
         trainer = trainer_of(module)
         if trainer is None or not (trainer.state.fn == TrainerFn.FITTING and trainer.interrupted):
@@ -114,11 +114,7 @@ class Failures:
         )
 
     def explain(self, exception: BaseException) -> None:
-        """Say which rank failed and whether another one is the cause, or explain a use of shards.
-
-        Raises:
-            LostRankError: A collective outside of the steps lost its peer.
-        """
+        """Say which rank failed and whether another is the cause, or explain a use of shards."""
         rank, world_size = self._strategy.global_rank, self._strategy.world_size
         explained = isinstance(exception, LostRankError)
         if explained or is_lost_rank(exception):
@@ -146,7 +142,7 @@ def _note() -> str:
 
 
 def _lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRankError:
-    """Return an error that names the cause instead of the socket that noticed it."""
+    """An error that names the cause instead of the socket that noticed it."""
     told = read_note(_note(), _LISTEN)
     if told is not None:
         return LostRankError(f"rank {rank} of {world_size} stopped because {told}")
@@ -161,11 +157,7 @@ def _lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRa
 
 @contextmanager
 def explain_lost_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Turn a backend's connection errors into a :class:`LostRankError`.
-
-    Raises:
-        LostRankError: A collective inside the context lost its peer.
-    """
+    """Turn a backend's connection errors into a :class:`LostRankError`."""
     try:
         yield
     except LostRankError:
@@ -177,14 +169,11 @@ def explain_lost_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _why_not_saved(global_step: int, training_began: bool) -> str | None:
-    """Find out, on a rank that fails, why there is no checkpoint to save; None if there is.
+    """Reason why a failing rank has no checkpoint to save; None if it has one.
 
     All ranks save together. One that fails alone would wait for others that wait for it in a step,
-    until the timeout of the run, and the error would not be seen before.
-
-    Args:
-        global_step: Optimizer steps so far; ranks at different ones have no common state.
-        training_began: Whether there is anything to continue from.
+    and its error would not be seen before the timeout. Ranks at different steps have no common
+    state.
     """
     if not training_began:
         return "the run failed before training began, so that there is nothing to continue from"
@@ -211,7 +200,6 @@ def is_refused_for_shards(error: BaseException) -> bool:
 
 
 def _explain_sharded_use(error: BaseException) -> None:
-    """Put advice in front of torch's message about an operation on sharded parameters."""
     if not is_refused_for_shards(error):
         return
     error.args = (
@@ -228,21 +216,19 @@ def _explain_sharded_use(error: BaseException) -> None:
 class StopSignal:
     """Lets all ranks stop before the same training batch once any of them has received SIGTERM.
 
-    Lightning broadcasts a flag of rank 0 before every batch and waits until the device has computed
-    everything to read it (its issue 21487): nothing is left to overlap the next batch with, and a
-    signal on another rank only stops that one. Here the flags of all ranks are reduced on a CUDA
-    stream of their own, and the reduction that is read before a batch was started before the
-    previous one, so the device keeps a batch of work. A signal takes effect one or two batches
-    later; on a CPU, where the reduction is read at once, before the next batch. A validation within
-    training is finished first.
-
-    Where ranks do not meet before every batch, the flags are read at once where they do.
+    Lightning broadcasts a flag of rank 0 before every batch and waits for all work of the device to
+    read it (its issue 21487): nothing is left to overlap with the next batch, and a signal on
+    another rank stops only that one. Here the flags of all ranks are reduced on a CUDA stream of
+    their own, and the reduction read before a batch was started before the previous one, so the
+    device keeps a batch of work. A signal takes effect one or two batches later; on a CPU, where
+    the reduction is read at once, before the next batch. A validation within training is finished
+    first. Where ranks do not meet before every batch, the flags are read at once where they do.
 
     While a run trains, ``trainer.received_sigterm`` becomes true only when all ranks know.
 
     Args:
-        trainer: Whose signal handler and check are replaced, for the run that it is setting up.
-        device: Where the ranks of the default process group keep their tensors.
+        trainer: Its signal handler and check are replaced for the run that it is setting up.
+        device: Device of the default process group.
         meet: Whether all ranks may wait for each other before the next batch, the same on all.
     """
 
@@ -256,7 +242,7 @@ class StopSignal:
         self._pending: Callable[[], bool] | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # High priority: the host waits for this, so it must not queue behind a matrix product.
+            # high priority: the host waits for this, so it must not queue behind a matrix product
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._in_use = replace_stop_check(trainer, self._notify, self._check)
         if not self._in_use:
@@ -266,7 +252,7 @@ class StopSignal:
             )
 
     def _notify(self, signum: int, frame: FrameType | None) -> None:
-        """Handle the signal. A handler may run anywhere, so it starts no collective."""
+        """Handle the signal; a handler may run anywhere, so it starts no collective."""
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._requested:
             launcher.kill(signum)
@@ -280,11 +266,7 @@ class StopSignal:
             self._stop()
 
     def finish(self) -> None:
-        """Heed a signal that came after the last check of a run. All ranks call this.
-
-        Raises:
-            SIGTERMException: On all ranks.
-        """
+        """Heed a signal that came after the last check of a run; all ranks call this."""
         if self._in_use and self._start()():
             self._stop()
 
@@ -302,23 +284,25 @@ class StopSignal:
         raise SIGTERMException
 
     def _agreed(self) -> bool:
-        """Return whether to stop before this batch, the same on every rank."""
+        """Whether to stop before this batch, the same on every rank."""
         if self._stream is None or self._meet is not None:
             return self._start()()
         previous, self._pending = self._pending, self._start()
         return previous is not None and previous()
 
     def _start(self) -> Callable[[], bool]:
-        """Start a reduction of all flags; the result waits for it."""
+        """Start a reduction of all flags; calling the result waits for it."""
         if self._stream is None:
             flag = torch.tensor([self._requested], dtype=torch.int32)
             dist.all_reduce(flag, dist.ReduceOp.MAX)
             return lambda: bool(flag.item())
         result = torch.empty(1, dtype=torch.int32, pin_memory=True)
+        # on this stream alone, so that the copy waits for the reduction and for nothing of the step
         with torch.cuda.stream(self._stream):
             flag = torch.full((1,), int(self._requested), dtype=torch.int32, device=self._device)
             dist.all_reduce(flag, dist.ReduceOp.MAX)
             result.copy_(flag, non_blocking=True)
+            # blocking: the host sleeps in `synchronize` instead of spinning
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
 

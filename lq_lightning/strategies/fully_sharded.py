@@ -2,8 +2,8 @@
 
 Beyond Lightning's ``ModelParallelStrategy`` it shards any LightningModule by itself, gathers the
 root's parameters in steps, quantizes collectives, defers gradient reduction in accumulation, maps
-precisions, and writes and reads checkpoints of any world size. It holds a part for each of these,
-and turns Lightning's hooks into calls of them.
+precisions, and writes and reads checkpoints of any world size. Each of these is a part, which
+Lightning's hooks are passed on to.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,11 +39,11 @@ from lq_lightning._compat.lightning import (
 )
 from lq_lightning._compat.modules import initialize_root, reset_iteration
 from lq_lightning.checkpoint import state
-from lq_lightning.checkpoint.by_name import check_alike
 from lq_lightning.checkpoint.checkpointer import (
     ALL_RANKS,
     Checkpointer,
     ModelLayout,
+    StrategyPart,
     show_shards,
 )
 from lq_lightning.checkpoint.files import replace_link
@@ -59,17 +60,19 @@ from lq_lightning.strategies.checks import (
     check_optimizer,
     check_start,
 )
-from lq_lightning.strategies.collectives import QuantizedCollectives
 from lq_lightning.strategies.failures import Failures, is_lost_rank
-from lq_lightning.strategies.optimizer_steps import OptimizerSteps, StrategyPart, warn_on_first
-from lq_lightning.strategies.options import FSDPOptions, check_option_names, given_options
+from lq_lightning.strategies.options import (
+    FSDPOptions,
+    UnitSelector,
+    check_option_names,
+    given_options,
+)
+from lq_lightning.strategies.parts import OptimizerSteps, QuantizedCollectives
 from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
     ShardedModule,
-    Sharding,
     ShardingPlan,
-    UnitSelector,
     check_settings,
     compile_units,
     find_units,
@@ -89,7 +92,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     Attributes:
         parts: Receivers of the hooks of steps and checkpoints, in this order.
-        step_group: The ranks that take or skip an optimizer step together; None are all.
+        step_group: Ranks that take or skip an optimizer step together; None are all.
         meeting: Whether all ranks wait for each other before the next batch; None: always.
         why_alone: Reason for warnings where this rank shares its module with no other.
 
@@ -98,24 +101,31 @@ class FullyShardedStrategy(ModelParallelStrategy):
         TypeError: An option does not exist, or ``units`` selects nothing that is a module.
     """
 
-    given: dict[str, object]  # options without those that have their defaults
+    given: dict[str, object]  # options that differ from their defaults
     step_group: dist.ProcessGroup | None = None
     meeting: Callable[[], bool] | None = None
     why_alone = "there is one rank, which sends nothing"
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> FullyShardedStrategy:
-        """Name unknown options.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse hooks that strategies had before their parts did: nothing calls them."""
+        super().__init_subclass__(**kwargs)
+        moved = (*vars(StrategyPart), "after_skipped_step")
+        found = [n for n in moved if n in vars(cls) and not n.startswith("__")]
+        if found:
+            raise TypeError(
+                f"`{cls.__name__}.{found[0]}` would never be called: it is a hook of a "
+                "`lq_lightning.strategies.StrategyPart`. Override it there, and append an instance "
+                "to `self.parts` in `__init__`."
+            )
 
-        Raises:
-            TypeError: An option does not exist.
-        """
+    def __new__(cls, *args: Any, **kwargs: Any) -> FullyShardedStrategy:
+        """Refuse unknown options, and note the given ones."""
         check_option_names(cls, kwargs)
         strategy = super().__new__(cls)
         strategy.given = given_options(cls, args, kwargs)
         return strategy
 
     def __init__(self, options: FSDPOptions) -> None:
-        """Check and keep the options; nothing is started."""
         owner = type(self).__name__
         options.check(owner)
         self._attached_module: LightningModule | None = None
@@ -154,7 +164,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         }
 
     def on_sharded(self, module: LightningModule) -> Any:
-        """Called once per module after it was sharded; the result is kept with the module."""
+        """Called once per module after it was sharded; the result stays with the module."""
         return self._collectives.install(module, self.replica_topology(), None)
 
     def unit_selector(self) -> UnitSelector | ChosenUnits:
@@ -162,20 +172,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._options.units
 
     def place_module(self, module: LightningModule) -> None:
-        """Bring the module into the form and to the device that this rank trains it in.
-
-        Called whenever a Trainer method sets up, also for a module that was placed before.
-        """
+        """Shard the module and move it; called by each Trainer method, also for a placed module."""
         self._shard_once(module)
         initialize_root(cast(FSDPModule, module))
         register_evaluation_steps(module)
 
     def topology(self) -> Topology:
-        """Ranks and nodes of this run.
-
-        Raises:
-            ValueError: The node size does not divide the world size.
-        """
+        """Ranks and nodes of this run."""
         size = self._options.node_size or self.num_processes
         return Topology(world_size=self.world_size, rank=self.global_rank, node_size=size)
 
@@ -205,7 +208,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._steps.num_skipped
 
     def quantization_report(self) -> QuantizationReport | None:
-        """Report bytes and errors of the quantized collectives, and the number of skipped steps."""
+        """Report bytes and errors of the quantized collectives, and the skipped steps."""
         if self.communication is None:
             return None
         report = self.communication.quantization_report()
@@ -232,14 +235,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return sharded(self._attached_module)
 
     @property
-    def _forward(self) -> RootForward | None:
-        return None if self._sharded is None else self._sharded.forward
-
-    @property
     def _manual(self) -> RootForward | None:
         """The forward of a module whose ``training_step`` runs backward and optimizers itself."""
-        module = self._attached_module
-        return None if module is None or module.automatic_optimization else self._forward
+        module, record = self._attached_module, self._sharded
+        automatic = module is None or module.automatic_optimization
+        return None if automatic or record is None else record.forward
 
     @property
     def _agreement(self) -> PackedAgreement | None:
@@ -285,16 +285,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self._launcher = launcher_where_it_runs(self, self._launcher)
 
     def _setup_distributed(self) -> None:
-        # a single device does not reset the seed before training, so neither do we there
+        # a single device does not reset the seed before training, so neither does one rank
         with isolate_rng() if self.world_size == 1 else nullcontext():
             super()._setup_distributed()
 
     def setup_environment(self) -> None:
-        """Start the process group and the device mesh, once.
-
-        Raises:
-            ValueError: Topology, device, backend or ``CheckpointIO`` do not fit.
-        """
+        """Start the process group and the device mesh, once."""
         if self.world_size > 1:
             self.topology()
         self._failures.begin_run()
@@ -314,7 +310,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         set_device_mesh(self._require_module(), self._device_mesh)
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
-        """Where ``trainer.init_module`` and ``configure_model`` create tensors."""
+        """Context in which ``trainer.init_module`` and ``configure_model`` create tensors."""
         if self.world_size == 1:
             return Strategy.tensor_init_context(self, empty_init)
         return super().tensor_init_context(empty_init)
@@ -351,7 +347,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 for optimizer in self.optimizers:
                     check_optimizer(optimizer)
                 ranks = RankGroup(group=self.device_mesh.get_group("data_parallel"))
-                check_alike(module, self.optimizers, ranks)
+                state.check_alike(module, self.optimizers, ranks)
             move_optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
@@ -372,27 +368,21 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if known is not None:
             check_settings(module, known.settings, self.settings())
             return
-        sharding = Sharding(
-            units=self.unit_selector(),
-            reshard_after_forward=self._options.reshard_after_forward,
-            compile_units=self._options.compile_units,
-            precision=self._fsdp_precision,
-            mesh=self.device_mesh["data_parallel"],
-            device=self.root_device,
-            layer_sync=self._layer_sync,
+        known = shard(
+            module,
+            self.unit_selector(),
+            self._options,
+            self._fsdp_precision,
+            self.device_mesh["data_parallel"],
+            self.root_device,
+            self._layer_sync,
         )
-        known = shard(module, sharding, self.settings())
-        known.extra = self.on_sharded(module)
+        known.settings, known.extra = self.settings(), self.on_sharded(module)
         remember(module, known)
         rank_zero_info(known.plan.summary())
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers and check that they update the sharded parameters.
-
-        Raises:
-            ValueError: An optimizer holds something else.
-            NotImplementedError: L-BFGS with ``skip_nonfinite_steps``.
-        """
+        """Make the optimizers and check that they update the sharded parameters."""
         super().setup_optimizers(trainer)
         self._steps.set_up(self._require_module(), self.optimizers)
         if self._is_sharded:
@@ -427,15 +417,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 if not is_lost_rank(error):
                     # the others wait in a collective, and will find the note when it fails
                     self._failures.tell_others(error)
-                    if self._is_sharded:
-                        self._drop_step()
+                    if self._sharded is not None:
+                        self._drop_step(self._sharded)
                 raise
 
-    def _drop_step(self) -> None:
+    def _drop_step(self, record: ShardedModule) -> None:
         for part in self.parts:  # first: FSDP2's reset frees memory that reductions write to
             part.on_step_error()
-        if self._agreement is not None:
-            self._agreement.forget()
+        if record.agreement is not None:
+            record.agreement.forget()
         reset_iteration(self._require_module())
 
     @contextmanager
@@ -447,8 +437,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         and for code that reads parameters of the root without a call. All ranks together; without
         gradients, except in ``training_step``. Harmless where nothing is sharded.
         """
-        forward = self._forward
-        with _NOTHING if forward is None else forward.gathered():
+        record = self._sharded
+        with nullcontext() if record is None else record.forward.gathered():
             yield
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -461,11 +451,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, whose calls of submodules are in a forward of the root unit."""
-        forward = self._forward
+        record = self._sharded
         with self._guard():
-            if forward is None:
+            if record is None:
                 return super().training_step(*args, **kwargs)
-            with forward.step() as finish:
+            with record.forward.step() as finish:
                 return finish(super().training_step(*args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -483,7 +473,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     # --- backward -------------------------------------------------------------------------------
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Check the loss; end the forward in front of a ``manual_backward``."""
+        """Check the loss; end the forward before a ``manual_backward``."""
         if self._is_sharded:
             check_loss(closure_loss)
         if self._manual is not None:
@@ -511,7 +501,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._steps.without_reduction()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Drop the state of an interrupted accumulation, or of gradients without a step."""
+        """Drop the gradients of an interrupted accumulation."""
         self._steps.start_batch()
 
     # --- optimizer ------------------------------------------------------------------------------
@@ -538,7 +528,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
         with self._failures.explained():
             if self._steps.skips:
-                result, stepped = self._step_if_finite(optimizer, run, **kwargs)
+                finish = partial(
+                    self._fsdp_precision.run_closure, self._require_module(), optimizer, run
+                )
+                result, stepped = self._steps.step_if_finite(
+                    optimizer, finish, self.root_device, self.step_group, **kwargs
+                )
             else:
                 result, stepped = super().optimizer_step(optimizer, run, model, **kwargs), True
             for part in self.parts:
@@ -547,27 +542,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 manual.after_update()
         return result
 
-    def _step_if_finite(
-        self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
-    ) -> tuple[Any, bool]:
-        def run() -> Any:
-            return self._fsdp_precision.run_closure(self._require_module(), optimizer, closure)
-
-        group = self.step_group
-        result, stepped = self._steps.step_if_finite(
-            optimizer, run, self.root_device, group, **kwargs
-        )
-        if not stepped:
-            warn_on_first(
-                group,
-                "optimizer step skipped because of infinite or NaN gradients "
-                f"({self.num_skipped_steps} so far); disable with `skip_nonfinite_steps=False`",
-            )
-        return result, stepped
-
     # --- checkpoints ----------------------------------------------------------------------------
 
-    # Trainer passes `weights_only` on only then; the model is loaded after setup all the same.
+    # the Trainer passes `weights_only` on only then; the model is loaded after setup all the same
     restore_checkpoint_after_setup = False
     lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, only while fitting
 
@@ -586,7 +563,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._checkpointer.whole_module_state()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state, with which a save begins; nothing if none can follow."""
+        """The model's state, with which a save begins; empty if no save can follow."""
         if not self._failures.can_save(self._require_module()):
             return {}
         for part in self.parts:  # may start collectives: all ranks are here
@@ -594,18 +571,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._checkpointer.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state; nothing if no save can follow."""
+        """An optimizer's state; empty if no save can follow."""
         if self._failures.why_not_saved is not None:
             return {}
         return self._checkpointer.optimizer_state(optimizer)
 
     def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | Path,
-        storage_options: Any | None = None,
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint, unless ``fit`` failed so that there is none; a warning says why."""
+        """Write a checkpoint; where a failed ``fit`` leaves none, warn why."""
         if self._failures.why_not_saved is not None:
             self._failures.warn_not_saved(filepath)
             return
@@ -614,18 +588,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._checkpointer.save(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, unless the one that was to replace it is not saved."""
+        """Remove a checkpoint, unless its replacement is not saved."""
         if self._failures.why_not_saved is None:
             self._checkpointer.move_links(filepath)
             super().remove_checkpoint(filepath)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks, but not behind a save that did not take place."""
+        """Wait for all ranks, but not after a save that did not take place."""
         if self._failures.why_not_saved is None:
             super().barrier(name)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide with all ranks, but alone behind a save that did not take place."""
+        """Decide with all ranks, but alone after a save that did not take place."""
         if self._failures.why_not_saved is not None:
             return decision
         return super().reduce_boolean_decision(decision, all)
@@ -651,7 +625,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._failures.training_began = True
 
     def on_train_end(self) -> None:
-        """Check the last gradients, and stop all ranks after a signal that no batch followed."""
+        """Check the last gradients; stop all ranks after a signal that no batch followed."""
         if self._agreement is not None:
             self._agreement.finish()
         self._failures.training_ends()
@@ -666,14 +640,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     on_validation_start = on_test_start = on_predict_start = _share_buffers
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say which rank failed and whether another one is the cause, or explain a use of shards.
-
-        Raises:
-            LostRankError: A collective outside of the steps lost its peer.
-        """
+        """Say which rank failed and whether another is the cause, or explain a use of shards."""
         self._failures.explain(exception)
 
-
-_NOTHING = nullcontext()
 
 check_precision_with(FullyShardedStrategy, FullyShardedPrecision.check_name)

@@ -14,9 +14,11 @@ from torch import nn
 
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.foundation.checks import is_number, is_whole
-from lq_lightning.strategies.sharding import check_selector
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
+"""Classes or modules by name, or a predicate over modules, or ``None`` to find repeated blocks."""
 
 WeightName = Literal["auto", "qWD", "qW", "none"]
 GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
@@ -28,22 +30,22 @@ class FSDPOptions:
     """Options of every strategy that shards by FSDP2; ``QuantizedFSDPStrategy`` explains them.
 
     Attributes:
-        weights: How weights are gathered.
-        gradients: How gradients are reduced.
-        replica: Where the weights that differences refer to are kept.
+        weights: Quantization of the weights' all-gather.
+        gradients: Quantization of the gradients' reduce-scatter.
+        replica: Placement of the reference weights that differences are taken from.
         node_size: Ranks per node; ``None`` takes it from Lightning.
-        min_quantized_numel: Smaller tensors travel in full precision.
-        units: Which modules are gathered as one piece.
+        min_quantized_numel: Smaller tensors are sent in full precision.
+        units: Modules that are gathered as one piece.
         reshard_after_forward: Free a unit's weights between forward and backward.
         reduce_every_microbatch: Do not defer reductions with ``accumulate_grad_batches``.
-        skip_nonfinite_steps: Leave out optimizer steps with infinite or NaN gradients.
+        skip_nonfinite_steps: Skip optimizer steps with infinite or NaN gradients.
         check_replicas_every_n_steps: Compare checksums of the weight replicas that often; 0 never.
         on_drift: Reaction to replicas that differ.
         compile_units: ``torch.compile`` the forward of each unit.
         save_distributed_checkpoint: Write checkpoint directories with one file per rank.
         verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
-        timeout: How long a rank waits for others before the run fails; a number is seconds.
+        timeout: Time that a rank waits for others before the run fails; a number is seconds.
         seed: Base of the seeds of stochastic rounding.
     """
 
@@ -66,12 +68,7 @@ class FSDPOptions:
     seed: int = 0
 
     def check(self, owner: str) -> None:
-        """Refuse values that no run could use; ``QuantizedCollectives`` checks its own options.
-
-        Raises:
-            ValueError: An option has such a value.
-            TypeError: ``units`` selects nothing that is a module.
-        """
+        """Refuse values that no run could use; ``QuantizedCollectives`` checks its own."""
         for field in fields(self):
             if isinstance(field.default, bool):
                 check_flag(owner, field.name, getattr(self, field.name))
@@ -83,11 +80,7 @@ class FSDPOptions:
         check_count(owner, "seed", self.seed, 0)
 
     def duration(self, owner: str) -> timedelta | None:
-        """``timeout``, with seconds as a ``timedelta``; ``None`` leaves the choice to torch.
-
-        Raises:
-            ValueError: It is not positive, or something else.
-        """
+        """``timeout``, with seconds as a ``timedelta``; ``None`` leaves the choice to torch."""
         timeout = self.timeout
         if timeout is None:
             return None
@@ -100,7 +93,7 @@ class FSDPOptions:
 
 
 def _defaults(cls: type) -> tuple[dict[str, object], bool]:
-    """Defaults of a strategy's options by name, and whether it takes any others as well."""
+    """Defaults of a strategy's options by name, and whether it takes others as well."""
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     found = {n: p.default for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     takes_others = len(found) < len(parameters)
@@ -112,11 +105,7 @@ def _defaults(cls: type) -> tuple[dict[str, object], bool]:
 
 
 def check_option_names(cls: type, given: Mapping[str, Any]) -> None:
-    """Name unknown options together with the known ones.
-
-    Raises:
-        TypeError: ``cls.__init__`` has no such option.
-    """
+    """Refuse unknown options, naming the known ones."""
     known, takes_others = _defaults(cls)
     unknown = [name for name in given if name not in known]
     if unknown and not takes_others:
@@ -130,8 +119,8 @@ def check_option_names(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def _configs_with(option: str, cls: type, known: Iterable[str]) -> list[tuple[str, str]]:
-    """Options of a class that take a configuration, and its class, where that has this option."""
-    # Annotations of a user's subclass may have names that exist for type checkers only.
+    """Options of a class that take a configuration with this option, and that one's class."""
+    # annotations of a user's subclass may have names that exist for type checkers only
     ours = next(c for c in cls.__mro__ if c.__module__.startswith("lq_lightning."))
     hints = {**get_type_hints(FSDPOptions), **get_type_hints(ours.__init__)}  # type: ignore[misc]
     return [
@@ -179,12 +168,20 @@ def _refused(owner: str, name: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"`{owner}({name}={value!r})` is not supported: give {allowed}.")
 
 
-def check_flag(owner: str, name: str, value: object) -> None:
-    """Refuse values that are not bool, such as the string ``"no"``, which Python takes for true.
+def check_selector(units: UnitSelector) -> None:
+    """Refuse anything but ``None``, a sequence of names and a callable."""
+    if units is None or callable(units):
+        return
+    names = isinstance(units, Sequence) and not isinstance(units, str)
+    if not names or not all(isinstance(name, str) for name in units):
+        raise TypeError(
+            f"`units={units!r}` is not supported: give a list of class names such as ['Block'], or "
+            "of names of modules, or a function of a module that returns whether it is a unit."
+        )
 
-    Raises:
-        ValueError: ``value`` is something else.
-    """
+
+def check_flag(owner: str, name: str, value: object) -> None:
+    """Refuse values that are not bool, such as the string ``"no"``, which Python takes for true."""
     if not isinstance(value, bool):
         raise _refused(owner, name, value, "True or False")
 
@@ -192,32 +189,18 @@ def check_flag(owner: str, name: str, value: object) -> None:
 def check_count(
     owner: str, name: str, value: object, least: int, config: type | None = None
 ) -> None:
-    """Refuse anything but a whole number of at least ``least``.
-
-    ``config`` is a class of which an instance could be given instead.
-
-    Raises:
-        ValueError: ``value`` is something else.
-    """
+    """Refuse anything but a whole number of at least ``least``, or a ``config``."""
     if not is_whole(value) or value < least:
         instead = "" if config is None else f", or a `{config.__name__}`"
         raise _refused(owner, name, value, f"a whole number of {least} or more{instead}")
 
 
 def _check_backend(owner: str, backend: object) -> None:
-    """Refuse names that are no backends of ``torch.distributed``.
-
-    Raises:
-        ValueError: ``backend`` is neither ``None`` nor such a name, or "device:name" pairs of them.
-    """
     known = dist.Backend.backend_list
-    name = "process_group_backend"
-    allowed = (
-        f"one of {', '.join(map(repr, known[1:]))}, pairs such as 'cpu:gloo,cuda:nccl', or None"
-    )
     if backend is None:
         return
-    if not isinstance(backend, str):
-        raise _refused(owner, name, backend, allowed)
-    if any(part.rpartition(":")[2].lower() not in known for part in backend.split(",")):
-        raise _refused(owner, name, backend, allowed)
+    parts = backend.split(",") if isinstance(backend, str) else [""]
+    if any(part.rpartition(":")[2].lower() not in known for part in parts):
+        names = ", ".join(map(repr, known[1:]))
+        allowed = f"one of {names}, pairs such as 'cpu:gloo,cuda:nccl', or None"
+        raise _refused(owner, "process_group_backend", backend, allowed)

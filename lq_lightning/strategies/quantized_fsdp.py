@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import set_device_mesh
 from lq_lightning._compat.tensors import local_tensor
-from lq_lightning.checkpoint.checkpointer import ModelLayout
+from lq_lightning.checkpoint.checkpointer import ModelLayout, StrategyPart
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.data_parallel import (
     GradientQuantization,
@@ -32,27 +32,25 @@ from lq_lightning.foundation.agreement import broadcast_module_states, check_sam
 from lq_lightning.foundation.groups import RankGroups, shared_mesh
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.reporting import QuantizationReport
-from lq_lightning.strategies.collectives import QuantizedCollectives
 from lq_lightning.strategies.failures import Failures
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
-from lq_lightning.strategies.optimizer_steps import StrategyPart
 from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
+from lq_lightning.strategies.parts import QuantizedCollectives
 
 NODE, SHARD = "node", "data_parallel"  # axes of the mesh where nodes train alone
 
 
 class ReplicaGroups(StrategyPart):
-    """The nodes of a run, each of which trains a replica of the model alone.
+    """Nodes that train a replica of the model each, and average their progress in outer steps.
 
-    Between nodes nothing travels in a step: gradients, their norm, and the decision to skip a step
-    are a node's own. Whatever looks at the weights from outside has an outer step taken first, so
-    that it sees one model: a validation, a checkpoint, the end of ``fit``. So a checkpoint always
-    lies between two cycles, and the next one starts there, in the run that wrote it as in one that
-    resumes.
+    Between nodes nothing travels in an inner step: gradients, their norm, and the decision to skip
+    a step are a node's own. An outer step comes before anything that has to see one model: a
+    validation, a checkpoint, the end of ``fit``. So a checkpoint always lies between two cycles,
+    and the next one starts there, in the run that wrote it as in one that resumes.
 
     Args:
         strategy: Gives devices and the mesh.
-        config: How nodes train alone.
+        config: Options of outer steps.
         topology: Returns all ranks and nodes of the run.
         collectives: Exchanges within nodes.
         failures: Explains lost ranks.
@@ -79,18 +77,18 @@ class ReplicaGroups(StrategyPart):
         return self._topology().num_nodes > 1
 
     def own_topology(self) -> Topology:
-        """The ranks of this node."""
+        """Ranks of this node."""
         every = self._topology()
         size = every.node_size
         return Topology(world_size=size, rank=every.local_rank, node_size=size)
 
     @property
     def own_group(self) -> dist.ProcessGroup:
-        """The ranks of this node, which take or skip optimizer steps together."""
+        """Ranks of this node, which take or skip optimizer steps together."""
         return self._strategy.device_mesh.get_group(SHARD)
 
     def all_meet(self) -> bool:
-        """Whether all ranks wait for each other here anyway, as they do behind an outer step."""
+        """Whether all ranks wait for each other here anyway, as they do after an outer step."""
         return self._outer is None or self._outer.steps == 0
 
     @property
@@ -101,11 +99,7 @@ class ReplicaGroups(StrategyPart):
     # --- setup ------------------------------------------------------------------------------------
 
     def check(self, module: LightningModule, synchronizes_layers: bool) -> None:
-        """Refuse runs in which nodes cannot train alone.
-
-        Raises:
-            ValueError: There is one node, or batch norm is to be synchronized.
-        """
+        """Refuse runs on one node, and synchronized batch norm."""
         every, every_steps = self._topology(), self._config.every
         owner = type(self._strategy).__name__
         if module.trainer.state.fn == TrainerFn.FITTING and every.num_nodes == 1:
@@ -122,7 +116,7 @@ class ReplicaGroups(StrategyPart):
             )
 
     def make_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return a mesh with an axis of nodes: the given one if it has that."""
+        """Return ``mesh``, or a new one if it has no axis of nodes."""
         if NODE in (mesh.mesh_dim_names or ()):
             return mesh
         every = self._topology()
@@ -132,9 +126,7 @@ class ReplicaGroups(StrategyPart):
     def make_alike(self, module: LightningModule) -> None:
         """Let all nodes start from the weights and buffers of the first; all ranks call it.
 
-        Raises:
-            ValueError: The user has sharded something over other ranks than those of a node. On all
-                ranks: nodes have built different models.
+        Refuses, on all ranks, models that differ between nodes.
         """
         mesh, device = self._strategy.device_mesh, self._strategy.root_device
         own = mesh[SHARD].mesh.tolist()
@@ -159,7 +151,7 @@ class ReplicaGroups(StrategyPart):
         broadcast_module_states(module, parameters=False)
 
     def set_up(self, trainer: Trainer, module: LightningModule) -> None:
-        """Make the outer optimizer, for a run of ``fit``."""
+        """Make the outer optimizer for a run of ``fit``."""
         self._outer = None
         if dist.group.WORLD is None:
             return
@@ -184,27 +176,20 @@ class ReplicaGroups(StrategyPart):
     # --- steps ------------------------------------------------------------------------------------
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Keep the weights from which a cycle starts."""
+        """Keep the weights that a cycle starts from."""
         if self._outer is not None:
             with self._failures.explained():
                 self._outer.begin_step(optimizer)
 
     def after_optimizer_step(self, stepped: bool) -> None:
-        """Take an outer step if it is time to; other nodes may have taken a step skipped here."""
+        """Take an outer step if one is due; other nodes may have taken a step skipped here."""
         if self._outer is not None:
             self._outer.steps += 1
             if self._outer.is_due:
                 self.outer_step()
 
     def outer_step(self) -> None:
-        """Average the nodes' progress since the last outer step; all then have equal weights.
-
-        Nothing happens where no node has taken a step since. All ranks call it.
-
-        Raises:
-            RuntimeError: Weights of a node are not finite, or nodes have taken different numbers of
-                steps; on all ranks, before anything is exchanged.
-        """
+        """Average the nodes' progress since the last outer step; all ranks call it."""
         if self._outer is None or self._outer.steps == 0:
             return
         communication = self._collectives.communication
@@ -218,7 +203,7 @@ class ReplicaGroups(StrategyPart):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """Save one model."""
+        """Take an outer step, so that one model is saved."""
         self.outer_step()
 
     def on_weights_loaded(self) -> None:
@@ -228,7 +213,7 @@ class ReplicaGroups(StrategyPart):
 
     @property
     def tensor_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The state of the outer optimizer."""
+        """Kinds of tensors that the outer optimizer keeps."""
         return () if self._outer is None else ("velocity", "anchor")
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -249,13 +234,10 @@ class _OuterStepFirst(Callback):
     def __init__(self, groups: ReplicaGroups) -> None:
         self._groups = groups
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate one model."""
+    def _step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._groups.outer_step()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End with one model."""
-        self._groups.outer_step()
+    on_validation_start = on_train_end = _step
 
 
 class QuantizedFSDPStrategy(FullyShardedStrategy):
@@ -265,20 +247,19 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
     and the run is an ordinary single-device run.
 
     Args:
-        weights: How weights are gathered: ``"qWD"`` sends 4-bit differences to what every rank
-            already holds, once per optimizer step; ``"qW"`` sends 4-bit weights at every gather
-            (loses accuracy, for comparison); ``"none"`` is FSDP2's own gather. ``"auto"`` is
+        weights: Weight all-gather: ``"qWD"`` sends 4-bit differences from the weights that every
+            rank already holds, once per optimizer step; ``"qW"`` sends 4-bit weights in every
+            all-gather (loses accuracy, for comparison); ``"none"`` is FSDP2's own. ``"auto"`` is
             ``"none"`` on one node whose GPUs are all linked by NVLink, ``"qWD"`` anywhere else. Or
             a full ``WeightQuantization``.
-        gradients: How gradients are reduced: ``"TLq-HS"`` in 8 bits within a node and 4 bits
+        gradients: Gradient reduce-scatter: ``"TLq-HS"`` uses 8 bits within a node and 4 bits
             between nodes (more for embeddings and heads) after a Hadamard transform; ``"TLq"``
-            without the transform; ``"ULq"`` 4 bits everywhere; ``"QuanGrad"`` 8 bits everywhere
-            (AGoQ); ``"none"`` is FSDP2's own reduction. ``"auto"`` is ``"none"`` on one node whose
-            GPUs are all linked by NVLink, ``"TLq-HS"`` anywhere else. Or a full
-            ``GradientQuantization``.
-        replica: Where ``weights="qWD"`` keeps the weights that differences refer to: ``"full"`` on
-            every rank (2 bytes per parameter, no other weight traffic) or ``"node"`` shared by the
-            ranks of a node (2/node_size bytes, gathered inside the node when used). ``"auto"`` is
+            omits the transform; ``"ULq"`` uses 4 bits everywhere; ``"QuanGrad"`` 8 bits everywhere
+            (AGoQ); ``"none"`` is FSDP2's own. ``"auto"`` is ``"none"`` on one node whose GPUs are
+            all linked by NVLink, ``"TLq-HS"`` anywhere else. Or a full ``GradientQuantization``.
+        replica: Placement of the reference weights of ``weights="qWD"``: ``"full"`` on every rank
+            (2 bytes per parameter, no other weight traffic) or ``"node"``, sharded over the ranks
+            of a node (2/node_size bytes, all-gathered within the node when used). ``"auto"`` is
             ``"node"`` on several nodes with NVLink inside, else ``"full"``. A
             ``WeightQuantization`` brings its own.
         node_size: Ranks per node; ``None`` takes it from Lightning. A smaller number emulates
@@ -305,7 +286,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             rank; otherwise, and always on one rank, single files.
         verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
-        timeout: How long a collective waits for the other ranks before the run fails; a number is
+        timeout: Time that a collective waits for other ranks before the run fails; a number is
             seconds.
         seed: Base of the seeds of stochastic rounding.
 
@@ -338,26 +319,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         seed: int = 0,
     ) -> None:
-        """Check the options; nothing is started."""
-        options = FSDPOptions(
-            weights=weights,
-            gradients=gradients,
-            replica=replica,
-            node_size=node_size,
-            min_quantized_numel=min_quantized_numel,
-            units=units,
-            reshard_after_forward=reshard_after_forward,
-            reduce_every_microbatch=reduce_every_microbatch,
-            skip_nonfinite_steps=skip_nonfinite_steps,
-            check_replicas_every_n_steps=check_replicas_every_n_steps,
-            on_drift=on_drift,
-            compile_units=compile_units,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            verify_checkpoints=verify_checkpoints,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            seed=seed,
-        )
+        given = locals()
+        options = FSDPOptions(**{field.name: given[field.name] for field in fields(FSDPOptions)})
         super().__init__(options)
         self._groups: ReplicaGroups | None = None
         if local_steps is not None:
@@ -398,11 +361,11 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         return self._alone is not None
 
     def bring_nodes_together(self) -> None:
-        """Let nodes that train alone exchange what they have learned, and start from equal weights.
+        """Take an outer step: nodes average their progress and go on from equal weights.
 
         All ranks call it, between two training batches. Nothing happens where no node has taken a
-        step since the last time. It comes by itself after ``local_steps`` optimizer steps, and
-        before validations, checkpoints and the end of ``fit``.
+        step since the last one. Outer steps come by themselves after ``local_steps`` optimizer
+        steps, and before validations, checkpoints and the end of ``fit``.
 
         Raises:
             RuntimeError: Weights of a node are not finite, or nodes have taken different numbers of
@@ -412,12 +375,12 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             self._groups.outer_step()
 
     def replica_topology(self) -> Topology:
-        """Ranks that share the shards of a module: one node where nodes train alone."""
+        """Ranks that share the shards of a module: of one node where nodes train alone."""
         return self.topology() if self._alone is None else self._alone.own_topology()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks see different data, whatever they share."""
+        """Different data on all ranks, including those that share a module."""
         if self._alone is None:
             return super().distributed_sampler_kwargs
         return {"num_replicas": self.world_size, "rank": self.global_rank}
@@ -440,14 +403,9 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         }
 
     def setup_environment(self) -> None:
-        """Start the process group and the mesh.
-
-        Raises:
-            ValueError: The options do not go with the ranks and nodes of the run.
-        """
+        """Start the process group and the mesh."""
         if self._groups is not None:
-            synchronizes_layers = self._layer_sync is not None
-            self._groups.check(self._require_module(), synchronizes_layers)
+            self._groups.check(self._require_module(), self._layer_sync is not None)
         super().setup_environment()
         if self._alone is not None:
             self._device_mesh = self._alone.make_mesh(self.device_mesh)
@@ -472,7 +430,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             self._groups.set_up(trainer, self._require_module())
 
     def quantization_report(self) -> QuantizationReport | None:
-        """Report bytes and errors of the quantized collectives, and the number of skipped steps."""
+        """Report also the bytes that outer steps have sent."""
         report = super().quantization_report()
         sent = None if self._groups is None else self._groups.sent_nbytes
         if sent is None:

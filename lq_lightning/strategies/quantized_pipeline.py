@@ -28,7 +28,7 @@ from lq_lightning.pipeline.boundary import TAHQuantization
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
-from lq_lightning.strategies.options import FSDPOptions, check_option_names
+from lq_lightning.strategies.options import FSDPOptions, UnitSelector, check_option_names
 from lq_lightning.strategies.pipelines.checkpoints import StageLayout
 from lq_lightning.strategies.pipelines.options import (
     PipelineOptions,
@@ -53,7 +53,6 @@ from lq_lightning.strategies.pipelines.stages import (
 )
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
-    UnitSelector,
     check_settings,
     compile_units,
     find_units,
@@ -70,10 +69,8 @@ class PipelineLayout:
     """The pipeline of a run, as one of its ranks sees it.
 
     Attributes:
-        schedule: Order of forward and backward passes.
         pipeline_size: Ranks along the pipeline.
         num_microbatches: The most that a training batch is cut into.
-        stages_per_rank: Stages on each rank.
         rank: Place of this rank in its pipeline, from 0 on.
         stages: Indices of its stages.
         kept_nbytes: Bytes that a micro-batch keeps before, and between, halves of backward passes.
@@ -138,10 +135,10 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             batch alone, and a warning says so where that cannot be seen.
         reshard_after_forward: Has to be False with several stages: weights stay gathered during a
             batch, as every micro-batch needs them.
-        options: Those of ``QuantizedFSDPStrategy`` but ``local_steps``, for the ranks of a stage.
-            There ``units`` selects from the whole model, and None are the layers;
-            ``reduce_every_microbatch`` reduces after every batch of an accumulation, never for each
-            part of one; single-file checkpoints hold the whole model by its original names, too.
+        options: Options of ``QuantizedFSDPStrategy`` except ``local_steps``, for the ranks of a
+            stage. ``units`` selects from the whole model, and None means the layers;
+            ``reduce_every_microbatch`` reduces after every batch of an accumulation, never after a
+            micro-batch; single-file checkpoints too hold the whole model by its original names.
 
     Raises:
         ValueError: An option has a value outside its choices, or does not go with the others.
@@ -170,21 +167,11 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         reshard_after_forward: bool = False,
         **options: Any,
     ) -> None:
-        """Check the options; nothing is started."""
+        given = locals()
         check_option_names(QuantizedPipelineStrategy, options)  # from a subclass's `__init__`
         super().__init__(FSDPOptions(reshard_after_forward=reshard_after_forward, **options))
-        self._pipeline_options = PipelineOptions(
-            pipeline_size=pipeline_size,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            stages_per_rank=stages_per_rank,
-            split=split,
-            trunk=trunk,
-            forward_codec=forward_codec,
-            backward_codec=backward_codec,
-            tied_gradients=tied_gradients,
-            count_targets=count_targets,
-        )
+        own = {field.name: given[field.name] for field in fields(PipelineOptions)}
+        self._pipeline_options = PipelineOptions(**own)
         self._pipeline_options.check(type(self).__name__)
         if reshard_after_forward and pipeline_size != 1:
             raise ValueError(
@@ -210,11 +197,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
 
     @property
     def pipeline_size(self) -> int:
-        """Ranks along the pipeline.
-
-        Raises:
-            ValueError: They do not divide the world.
-        """
+        """Ranks along the pipeline."""
         return self._pipeline_options.size(type(self).__name__, self.world_size)
 
     @property
@@ -241,22 +224,18 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
 
     @property
     def backwards_per_batch(self) -> int:
-        """Backward passes whose gradients add up in a batch."""
+        """Number of backward passes whose gradients add up in a batch."""
         return 1 if self.pipeline is None else self.pipeline.num_microbatches
 
     def topology(self) -> Topology:
-        """Ranks and nodes that share the layers of this rank."""
+        """Ranks and nodes that hold the layers of this rank."""
         if self.pipeline_size == 1:
             return super().topology()
         per_node = self._options.node_size or self.num_processes
         return stage_topology(self.world_size, self.global_rank, self.pipeline_size, per_node)
 
     def setup_environment(self) -> None:
-        """Start the process group and make the mesh, once.
-
-        Raises:
-            ValueError: The options do not go with the number of ranks.
-        """
+        """Start the process group and make the mesh, once."""
         size = self.pipeline_size
         self._pipeline_options.check_schedule(size)
         if size > 1:
@@ -269,26 +248,24 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             with self._failures.explained():
                 self._ranks = PipelineRanks(size, self.root_device)
         self._device_mesh = self._ranks.mesh
-        self.why_alone = (
-            "each stage is on one rank, so that its weights and gradients do not travel"
-        )
+        self.why_alone = "each stage is on one rank, so its weights and gradients do not travel"
         set_device_mesh(self._require_module(), self._ranks.mesh)
 
     # --- setup ------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, object]:
         """Options that a later Trainer of the same module has to repeat."""
-        own: dict[str, object] = {}
-        if self.pipeline_size > 1:
-            options = self._pipeline_options
-            own = {
-                "pipeline_size": self.pipeline_size,
-                "stages_per_rank": options.stages_per_rank,
-                "split": options.split,
-                "trunk": options.trunk,
-                "zbv": options.schedule == "zbv",  # others have stages at the same places
-            }
-        return {**super().settings(), **own}
+        if self.pipeline_size == 1:
+            return super().settings()
+        options = self._pipeline_options
+        return {
+            **super().settings(),
+            "pipeline_size": self.pipeline_size,
+            "stages_per_rank": options.stages_per_rank,
+            "split": options.split,
+            "trunk": options.trunk,
+            "zbv": options.schedule == "zbv",  # all others have stages at the same places
+        }
 
     def on_sharded(self, module: LightningModule) -> Any:
         """Install the quantized collectives among the ranks of a stage."""
@@ -298,15 +275,11 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         return self._collectives.install(module, self.topology(), vocabulary)
 
     def unit_selector(self) -> UnitSelector | ChosenUnits:
-        """The units of the whole model; a stage shards those that it holds."""
+        """Units of the whole model; a stage shards those that it holds."""
         return self._options.units if self._cut is None else self._cut.units
 
     def place_module(self, module: LightningModule) -> None:
-        """Keep the stages of this rank, and shard them over the ranks that hold the same.
-
-        Raises:
-            ValueError, NotImplementedError: The module cannot be cut.
-        """
+        """Keep the stages of this rank, sharded over the ranks that hold the same ones."""
         ranks = self._ranks
         if ranks is None:
             super().place_module(module)
@@ -335,8 +308,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         # stages draw from one seed, so that code in front of the layers draws alike on all of them
         drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
         run.seeds.of_run = ALL_RANKS.broadcast(int(drawn))
-        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-        run.connect_learner(callbacks)
+        run.connect_learner(module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:
         check_module(type(self).__name__, module)
@@ -365,7 +337,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         return self._run
 
     def quantization_report(self) -> QuantizationReport | None:
-        """Report bytes over boundaries, and of the collectives within stages."""
+        """Report also bytes over stage boundaries and of tied gradients."""
         report = super().quantization_report()
         if self._run is None:
             return report
@@ -382,24 +354,22 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
 
     def model_layout(self) -> ModelLayout:
         """How the attached module is spread over the ranks."""
-        module, ranks, record = self._require_module(), self._ranks, self._cut
-        if ranks is None:
+        if self._ranks is None:
             return super().model_layout()
-        shard_ranks = RankGroup(group=ranks.stage_group)
+        module, record = self._require_module(), self._cut
+        shards, control = RankGroup(group=self._ranks.stage_group), self._ranks.control_group
         if record is None:
-            return ModelLayout(module=module, shard_ranks=shard_ranks)
-        return StageLayout(
-            module=module, shard_ranks=shard_ranks, cut=record, control_group=ranks.control_group
-        )
+            return ModelLayout(module=module, shard_ranks=shards)
+        return StageLayout(module=module, shard_ranks=shards, cut=record, control_group=control)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Drop groups in which messages of this run may wait for a later one."""
+        """Drop groups in which messages of this run may wait for a later run."""
         if self._run is not None and self._run.engine.has_failed:
             distrust_groups()
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Free the samples that codecs keep, and tear down."""
+        """Free the samples that codecs keep."""
         if self._run is not None:
             self._run.forget()
         super().teardown()
@@ -416,7 +386,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:
         """Parameters whose optimizer states must not be rounded.
 
-        Parameters that other stages also hold have to be updated alike there. An embedding of the
+        Parameters that other stages hold too have to be updated alike there. An embedding of the
         whole model may look like any other matrix in this part of it.
         """
         if self._cut is None:
@@ -429,21 +399,14 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     # --- gradients --------------------------------------------------------------------------------
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizer of this rank's stages.
-
-        Raises:
-            NotImplementedError: It cannot run in parts.
-            ValueError: On all ranks: one has nothing to give to it.
-        """
+        """Make the optimizer of this rank's stages."""
         make = partial(super().setup_optimizers, trainer)
-        if self._ranks is None:
-            make()
-        else:
-            ALL_RANKS.together(partial(make_stage_optimizer, make))
         self._fsdp_precision.clip_norm = self._gradients = None
         if self._ranks is None:
+            make()
             self._say_that_nothing_is_cut()
             return
+        ALL_RANKS.together(partial(make_stage_optimizer, make))
         if all(shared.codec is None for shared in self._shared):
             why = "no weights of `min_quantized_numel` elements are on several ranks"
             self._collectives.warn_without_effect(("tied_gradients",), why)
@@ -451,8 +414,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         for optimizer in self.optimizers:
             check_stage_optimizer(type(self).__name__, optimizer)
         if self.optimizers:
-            module, shared = self._require_module(), self._shared
-            self._gradients = PipelineGradients(module, self.optimizers[0], shared)
+            module = self._require_module()
+            self._gradients = PipelineGradients(module, self.optimizers[0], self._shared)
             self._fsdp_precision.clip_norm = self._gradients.clip
 
     def _say_that_nothing_is_cut(self) -> None:

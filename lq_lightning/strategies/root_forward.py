@@ -1,15 +1,16 @@
 """Run code of a sharded LightningModule as forwards of its root unit.
 
 The root's forward gathers the parameters that belong to no other unit. Evaluation steps run as one.
-A training step does too, from its first call of a submodule on, but its own code finds shards in
-the modules, as in a loop written around FSDP2.
+So does a training step, from its first call of a submodule on, but its own code finds shards in the
+modules, as in a loop written around FSDP2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -42,7 +43,7 @@ _MARKER = "_lq_forward_methods"
 
 
 def register_evaluation_steps(module: LightningModule) -> None:
-    """Let these steps gather and free the root's parameters as ``forward`` does; idempotent."""
+    """Let evaluation steps gather and free the root's parameters as ``forward``; idempotent."""
     done: set[str] = module.__dict__.setdefault(_MARKER, set())
     for name in _STEPS:
         if name not in done and is_overridden(name, module):
@@ -55,10 +56,10 @@ class RootForward:
 
     *In a training step* modules hold shards, so that clipping, averages of weights, `p.grad` and
     other writes mean what they mean to an optimizer. The first call of a submodule, or the first
-    direct use of a parameter, begins the root's forward, which gathers once. Its end is the end of
-    the step or, with manual optimization, each ``manual_backward``. In between modules hold the
-    gathered parameters while a submodule runs, and shards again after it. A write to shards in
-    between makes the next call gather again.
+    direct use of a parameter, begins the root's forward, which gathers once. It ends with the step
+    or, with manual optimization, with each ``manual_backward``. Modules hold gathered parameters
+    while a submodule runs, and shards between calls. A write to shards makes the next call gather
+    again.
 
     *In a hook* a call of a submodule gathers for itself, on all ranks, and frees again.
 
@@ -70,7 +71,6 @@ class RootForward:
     def __init__(
         self, module: LightningModule, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        """Register hooks on the submodules that use parameters of the root, and on units."""
         self._module = module
         self._root = cast(FSDPModule, module)
         self._context = context
@@ -149,7 +149,7 @@ class RootForward:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Let the code inside find gathered parameters; outside of a step without gradients."""
+        """Show gathered parameters to the code inside; outside of a step without gradients."""
         if self._uses.is_on:
             self._enter()
             try:
@@ -206,7 +206,7 @@ class RootForward:
             self._uses.resume()
 
     def _show_copies(self) -> None:
-        """Let modules hold them in a backward, which may compute their forward again."""
+        """Show gathered parameters in a backward, which may compute their forward again."""
         if is_gathered(self._root):  # not after `state_dict`; backward gathers then
             self._parameters.show(gathered=True)
 
@@ -219,7 +219,7 @@ class RootForward:
 
     @contextmanager
     def _backward(self, accumulates: bool) -> Iterator[None]:
-        """Around a backward that the step calls itself, not through Lightning."""
+        """Run a backward that the step calls itself, not through Lightning."""
         self._backward_was_called |= accumulates and not self._module.automatic_optimization
         if self._begun:
             self._show_copies()
@@ -239,7 +239,7 @@ class RootForward:
 
     @contextmanager
     def step(self) -> Iterator[Callable[[Any], Any]]:
-        """Around ``training_step``; gives a function that takes and returns its output."""
+        """Run ``training_step``; gives a function that takes and returns its output."""
         if is_root_idle(self._root) and is_gathered(self._root):
             self._root.reshard()  # the last step had no backward
         self._lost.check_hooks()
@@ -275,7 +275,7 @@ class RootForward:
         return output
 
     def before_backward(self, loss: Tensor) -> None:
-        """The forward ends with ``loss`` if backward is called by the step."""
+        """End the forward with ``loss``, if the step calls backward."""
         if not self._in_step:
             return
         self._uses.suspend()
@@ -287,17 +287,13 @@ class RootForward:
             start_backward_at(self._root, loss)
 
     def after_backward(self) -> None:
-        """Show the shards, which have gradients now, to the code that follows."""
+        """Show the shards, which have gradients now."""
         if self._in_step:
             self._root.reshard()
             self._uses.resume()
 
     def before_update(self) -> None:
-        """Free parameters that an update makes stale, and check that backward reduced gradients.
-
-        Raises:
-            RuntimeError: Gradients were computed without ``manual_backward``.
-        """
+        """Free parameters that an update makes stale; refuse gradients not reduced yet."""
         if not self._in_step:
             return
         self._check_reduced("steps an optimizer")
@@ -307,11 +303,6 @@ class RootForward:
             self._root.reshard()
 
     def _check_reduced(self, doing: str) -> None:
-        """Refuse updates without gradients that are still on their way.
-
-        Raises:
-            RuntimeError: There are some.
-        """
         if has_unreduced_gradients(self._root):
             raise RuntimeError(
                 f"`{type(self._module).__name__}.training_step` {doing} although "
@@ -321,17 +312,13 @@ class RootForward:
             )
 
     def after_update(self) -> None:
-        """The step's own code goes on."""
+        """Go on in the step's own code."""
         if self._in_step:
             self._uses.resume()
 
 
 def check_loss(loss: Tensor) -> None:
-    """Refuse a loss that was computed from parameters that are sharded at that time.
-
-    Raises:
-        RuntimeError: The loss is a DTensor.
-    """
+    """Refuse a loss computed from shards."""
     if isinstance(loss, DTensor):
         raise RuntimeError(
             "the loss is a DTensor: something like `sum(p.pow(2).sum() for p in self.parameters())`"
@@ -345,7 +332,6 @@ def check_loss(loss: Tensor) -> None:
 
 
 def _uses_root(module: nn.Module) -> bool:
-    """Whether a module or one inside of it, units left out, has parameters."""
     if isinstance(module, FSDPModule):
         return False
     own = next(module.parameters(recurse=False), None)
@@ -355,19 +341,11 @@ def _uses_root(module: nn.Module) -> bool:
 _WATCHED_STEPS = 2
 
 
-class _Sums(NamedTuple):
-    """Sums over the bits of a unit's gathered parameters, before and after a forward."""
-
-    names: list[str]
-    before: Tensor
-    after: Tensor
-
-
 class LostWrites:
     """Notices writes into gathered parameters, which FSDP2 frees.
 
-    torch counts all but those through ``parameter.data``. For these the values before and after the
-    forward of each unit are compared, in the first steps only.
+    torch counts all but those through ``parameter.data``. To find these, sums over the bits of a
+    unit's parameters before and after its forward are compared, in the first steps only.
 
     Args:
         module: A sharded LightningModule.
@@ -382,12 +360,10 @@ class LostWrites:
         self._watches = False
         self._handles: list[RemovableHandle] = []
         self._open: list[tuple[Any, Tensor | None]] = []  # forwards that run now
-        self._sums: list[_Sums] = []
-
-    # --- values ---------------------------------------------------------------------------------
+        self._sums: list[tuple[list[str], Tensor, Tensor]] = []  # names, before, after a forward
 
     def start_step(self) -> None:
-        """Watch the forwards of units, if the run has just begun."""
+        """Watch the forwards of units in the first steps of a run."""
         self._sums.clear()
         self._open.clear()
         self._watches = self._steps < _WATCHED_STEPS
@@ -405,12 +381,12 @@ class LostWrites:
         self._handles.clear()
 
     def root_gathered(self) -> None:
-        """The root's forward begins."""
+        """Note the root's parameters at the begin of its forward."""
         if self._watches and self._copies.names(self._root):
             self._open.append((self._root, self._copies.sums(self._root)))
 
     def root_ends(self) -> None:
-        """The root's forward is over."""
+        """Compare the root's parameters at the end of its forward."""
         while self._open:  # including forwards that an exception has ended
             unit, before = self._open.pop()
             if unit is self._root:
@@ -429,23 +405,16 @@ class LostWrites:
     def _close(self, unit: nn.Module, before: Tensor | None) -> None:
         after = self._copies.sums(unit)
         if before is not None and after is not None:
-            self._sums.append(_Sums(self._copies.names(unit), before, after))
-
-    # --- checks ---------------------------------------------------------------------------------
+            self._sums.append((self._copies.names(unit), before, after))
 
     def check_writes(self) -> None:
-        """Refuse writes that would be lost.
-
-        Raises:
-            RuntimeError: A gathered parameter was written.
-        """
+        """Refuse writes that would be lost."""
         name = self._copies.find_written()
         if name is None and self._sums:
-            names = [name for sums in self._sums for name in sums.names]
-            before = torch.cat([sums.before for sums in self._sums])
-            after = torch.cat([sums.after for sums in self._sums])
-            changed = (before != after).tolist()
-            name = next((n for n, differs in zip(names, changed, strict=True) if differs), None)
+            names, before, after = zip(*self._sums, strict=True)
+            changed = (torch.cat(before) != torch.cat(after)).tolist()  # waits for the device
+            pairs = zip(chain(*names), changed, strict=True)
+            name = next((n for n, differs in pairs if differs), None)
             self._sums.clear()
         if name is not None:
             raise RuntimeError(
@@ -457,11 +426,7 @@ class LostWrites:
             )
 
     def check_hooks(self) -> None:
-        """Refuse hooks that would never be called.
-
-        Raises:
-            RuntimeError: A shard has one.
-        """
+        """Refuse gradient hooks, which are never called on shards."""
         name = self._copies.find_hooked()
         if name is not None:
             raise RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from lq_lightning.foundation.layer_stack import has_parameters, is_block, is_sil
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
+from lq_lightning.strategies.options import FSDPOptions, UnitSelector, check_selector
 from lq_lightning.strategies.root_forward import RootForward
 
 _WITH_STATISTICS = (
@@ -46,45 +47,20 @@ _WITH_STATISTICS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharding:
-    """How a module is to be sharded.
-
-    Attributes:
-        units: Modules that are gathered as one piece, or how to choose them.
-        reshard_after_forward: Free a unit's weights between forward and backward.
-        compile_units: ``torch.compile`` the forward of each unit.
-        precision: Gives dtypes and the mixed-precision policy.
-        mesh: 1-D, over the ranks that share the module.
-        device: Where this rank computes.
-        layer_sync: Replaces layers by synchronized ones (batch norm), if there is one.
-    """
-
-    units: UnitSelector | ChosenUnits
-    reshard_after_forward: bool
-    compile_units: bool
-    precision: FullyShardedPrecision
-    mesh: DeviceMesh
-    device: torch.device
-    layer_sync: LayerSync | None
-
-
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class ShardedModule:
     """Record of a sharded module, whichever Trainer runs it next.
 
     Attributes:
-        settings: The options that were baked in.
-        plan: Its units.
-        forward: Gathers the root's parameters where its code computes with them.
-        agreement: Whether ranks have gradients of the same parameters; None on one rank.
+        agreement: Checks that ranks have gradients of the same parameters; None on one rank.
+        settings: Options that sharding baked in, which a later Trainer cannot change.
         extra: Return value of the strategy's ``on_sharded``.
     """
 
-    settings: Mapping[str, object]
     plan: ShardingPlan
     forward: RootForward
     agreement: PackedAgreement | None
+    settings: Mapping[str, object] = field(default_factory=dict)
     extra: Any = None
 
 
@@ -92,51 +68,53 @@ _RECORD = "_lq_sharded"  # kept in the module, so that both are freed together
 
 
 def sharded(module: nn.Module | None) -> ShardedModule | None:
-    """Return the record of a sharded module; ``None`` if it is not sharded."""
+    """Record of a sharded module; ``None`` if it is not sharded."""
     return None if module is None else module.__dict__.get(_RECORD)
 
 
 def shard(
-    module: LightningModule, sharding: Sharding, settings: Mapping[str, object]
+    module: LightningModule,
+    units: UnitSelector | ChosenUnits,
+    options: FSDPOptions,
+    precision: FullyShardedPrecision,
+    mesh: DeviceMesh,
+    device: torch.device,
+    layer_sync: LayerSync | None,
 ) -> ShardedModule:
     """Shard a module in place, with the values of the mesh's first rank.
 
-    Args:
-        module: Not sharded yet, or by the user in ``configure_model``.
-        settings: Options that a later Trainer cannot change; kept in the record.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: FSDP2 cannot shard it.
+    The user may have sharded it or parts of it in ``configure_model``. The mesh is 1-D, over the
+    ranks that share the module.
     """
     check_shardable(module)
-    several = sharding.mesh.size() > 1
-    if sharding.layer_sync is not None and several:
-        sharding.layer_sync.apply(module)
-    sharding.precision.convert_module(module)
-    ranks = sharding.mesh.get_group()
-    if several:
+    several = mesh.size() > 1
+    if layer_sync is not None and several:
+        layer_sync.apply(module)
+    precision.convert_module(module)
+    ranks = mesh.get_group()
+    if several:  # first compare: broadcasts of different shapes would hang or mix tensors
         check_alike(module, ranks)
         broadcast_module_states(module, parameters=True, group=ranks)
-    plan = find_units(module, sharding.units)
+    plan = find_units(module, units)
     _make_contiguous(module)
-    shard_module(module, plan, sharding.mesh, sharding.precision, sharding.reshard_after_forward)
+    shard_module(module, plan, mesh, precision, options.reshard_after_forward)
     for name, unit, group in fsdp_units(module):
         gather_normal_tensors(group)
         refuse_second_derivatives(group, name or "root")
         refuse_writes_before_backward(group, name or "root")
         hook_hidden_outputs(unit)
-    _materialize(module, sharding.device)
-    if several:
+    _materialize(module, device)
+    if several:  # buffers of the meta device have values only now
         broadcast_module_states(module, parameters=False, group=ranks)
     if not offloads_to_cpu(module):
-        module.to(sharding.device)
+        module.to(device)
     check_fully_sharded(module)
     module.configure_model = already_configured  # type: ignore[method-assign]
-    if sharding.compile_units:
+    if options.compile_units:
         compile_units(module, plan)
-    forward = RootForward(module, sharding.precision.forward_context)
-    agreement = PackedAgreement(module, ranks, sharding.device) if several else None
-    return ShardedModule(settings=settings, plan=plan, forward=forward, agreement=agreement)
+    forward = RootForward(module, precision.forward_context)
+    agreement = PackedAgreement(module, ranks, device) if several else None
+    return ShardedModule(plan, forward, agreement)
 
 
 def remember(module: LightningModule, record: ShardedModule) -> None:
@@ -147,23 +125,18 @@ def remember(module: LightningModule, record: ShardedModule) -> None:
 def check_settings(
     module: LightningModule, known: Mapping[str, object], wanted: Mapping[str, object]
 ) -> None:
-    """Refuse options that differ from those that sharding baked into a module.
-
-    Raises:
-        ValueError: One of them differs.
-    """
-    changed = {key: value for key, value in wanted.items() if known.get(key) != value}
-    if changed:
-        name, value = next(iter(changed.items()))
-        raise ValueError(
-            f"this `{type(module).__name__}` was already sharded with `{name}="
-            f"{known.get(name)!r}` and cannot change to `{name}={value!r}`. Use the same options, "
-            "or make a new module and load a checkpoint."
-        )
+    """Refuse options that differ from those that sharding baked into a module."""
+    for name, value in wanted.items():
+        if known.get(name) != value:
+            raise ValueError(
+                f"this `{type(module).__name__}` was already sharded with `{name}="
+                f"{known.get(name)!r}` and cannot change to `{name}={value!r}`. Use the same "
+                "options, or make a new module and load a checkpoint."
+            )
 
 
 def already_configured() -> None:
-    """Stand in for ``configure_model`` of a sharded module, which must not be built again."""
+    """Stands in for ``configure_model`` of a sharded module, which must not be built again."""
 
 
 def _make_contiguous(module: nn.Module) -> None:
@@ -196,45 +169,29 @@ def shard_module(
     precision: FullyShardedPrecision,
     reshard_after_forward: bool,
 ) -> None:
-    """Apply ``fully_shard`` to the units of ``plan`` and last to ``root``; idempotent.
-
-    Args:
-        mesh: 1-D, over the ranks that share the module.
-        precision: Gives the mixed-precision policy of units that are not sharded yet.
-        reshard_after_forward: Free a unit's weights between forward and backward. The root keeps
-            its own (they are needed first in backward).
-    """
+    """Apply ``fully_shard`` to the units of ``plan`` and last to ``root``; idempotent."""
     if precision.precision == "bf16-mixed":
         _keep_norms_working(root, mesh)
-    for name in plan.units:
-        module = root.get_submodule(name)
-        if not isinstance(module, FSDPModule):
-            prepare_fsdp_class(type(module))
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=reshard_after_forward,
-                mp_policy=precision.policy(root=False),
-            )
-    if not isinstance(root, FSDPModule):
-        prepare_fsdp_class(type(root))
-        fully_shard(
-            root,
-            mesh=mesh,
-            reshard_after_forward=None if reshard_after_forward else False,
-            mp_policy=precision.policy(root=True),
-        )
+    for module in (*map(root.get_submodule, plan.units), root):
+        if isinstance(module, FSDPModule):
+            continue
+        prepare_fsdp_class(type(module))
+        # None: the root keeps its weights, which backward needs first
+        reshard = None if module is root and reshard_after_forward else reshard_after_forward
+        policy = precision.policy(root=module is root)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
 
 def _keep_norms_working(root: nn.Module, mesh: DeviceMesh) -> None:
     """Give normalisation layers the dtypes that their kernels take when parameters become bf16.
 
-    Batch norm needs its parameters in the dtype of its running statistics, so each one is a unit of
-    its own in fp32 (FSDP1 did the same). CPU kernels of the other norms refuse fp32 input with bf16
+    Batch norm needs its parameters in the dtype of its running statistics, so each is a unit of its
+    own in fp32 (as in FSDP1). CPU kernels of the other norms refuse fp32 input with bf16
     parameters, which autocast on CUDA allows.
     """
     for module in root.modules():
-        if isinstance(module, FSDPModule) or not _has_own_parameters(module):
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, FSDPModule) or not own or any(isinstance(p, DTensor) for p in own):
             continue
         if isinstance(module, _WITH_STATISTICS):
             prepare_fsdp_class(type(module))
@@ -243,37 +200,24 @@ def _keep_norms_working(root: nn.Module, mesh: DeviceMesh) -> None:
             module.register_forward_pre_hook(_cast_to_weight)
 
 
-def _has_own_parameters(module: nn.Module) -> bool:
-    parameters = list(module.parameters(recurse=False))
-    return bool(parameters) and not any(isinstance(p, DTensor) for p in parameters)
-
-
 def _cast_to_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     dtype = next(module.parameters(recurse=False)).dtype
     return tuple(convert_floating(arg, dtype) for arg in args)
 
 
-UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
-"""Classes or modules by name, or a predicate over modules, or ``None`` to find repeated blocks."""
-
-
 class ChosenUnits(NamedTuple):
-    """Modules of a whole model that are to be units wherever a part of it is sharded.
-
-    Attributes:
-        source: How the units were found.
-    """
+    """Modules of a whole model that are units wherever a part of it is sharded."""
 
     names: frozenset[str]
     source: str
 
 
 class ShardingPlan(NamedTuple):
-    """Which modules are gathered and freed as one piece.
+    """Modules that are gathered and freed as one piece.
 
     Attributes:
         units: Names of the units, innermost first; the root comes on top of them.
-        source: How the units were found.
+        source: Origin of the units, for messages.
         kept_in_root: ``(name, reason)`` of modules that looked like units but stay in the root.
         candidates: Classes that ``units`` could name, largest modules first, if there are no units.
     """
@@ -285,9 +229,8 @@ class ShardingPlan(NamedTuple):
 
     def summary(self) -> str:
         """A few lines for people."""
-        lines = [self._found()]
-        lines += [f"`{name}` stays in the root: {reason}" for name, reason in self.kept_in_root]
-        return "\n".join(lines)
+        kept = (f"`{name}` stays in the root: {reason}" for name, reason in self.kept_in_root)
+        return "\n".join([self._found(), *kept])
 
     def _found(self) -> str:
         if self.units:
@@ -307,15 +250,12 @@ class ShardingPlan(NamedTuple):
 def find_units(root: nn.Module, units: UnitSelector | ChosenUnits = None) -> ShardingPlan:
     """Choose the modules of ``root`` that become FSDP2 units.
 
-    They are the modules that already are FSDP2 units, or else those of :func:`choose_units` that
-    have parameters. One that shares a parameter with something outside stays in the root.
+    These are modules that already are FSDP2 units, or else those of :func:`choose_units` that have
+    parameters. A module that shares a parameter with something outside stays in the root.
 
     Args:
         root: The model, or a part of it in which modules have kept their names.
-        units: How to choose, or the choice in the whole model, of which ``root`` may hold nothing.
-
-    Raises:
-        ValueError, TypeError: As :func:`choose_units`.
+        units: Selector, or units of the whole model, of which ``root`` may hold none.
     """
     named = _submodules(root)
     existing = tuple(name for name, module in named.items() if isinstance(module, FSDPModule))
@@ -336,10 +276,6 @@ def choose_units(root: nn.Module, units: UnitSelector = None) -> ChosenUnits:
     inside; repeated blocks, two or more of a class: direct children of a ``ModuleList``,
     ``ModuleDict`` or ``Sequential`` with parameters in submodules of their own. A module without
     such submodules (a lone ``Linear``) is never found automatically, nor one inside another unit.
-
-    Raises:
-        ValueError: ``units`` selects nothing, a container without ``forward``, or the root itself.
-        TypeError: ``units`` is neither a sequence of names nor a callable.
     """
     named = _submodules(root)
     if units is not None:
@@ -358,7 +294,7 @@ def _submodules(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
-    """Leave out modules inside of others, as the mixers that Mamba lists beside its blocks."""
+    """Leave out modules inside others, such as the mixers that Mamba lists beside its blocks."""
     return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
 
 
@@ -375,22 +311,6 @@ def _candidates(root: nn.Module, named: dict[str, nn.Module]) -> tuple[str, ...]
 
 def _innermost_first(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: -name.count(".")))
-
-
-def check_selector(units: UnitSelector) -> None:
-    """Refuse selectors that cannot select modules.
-
-    Raises:
-        TypeError: ``units`` is neither ``None``, nor a sequence of names, nor a callable.
-    """
-    if units is None or callable(units):
-        return
-    names = isinstance(units, Sequence) and not isinstance(units, str)
-    if not names or not all(isinstance(name, str) for name in units):
-        raise TypeError(
-            f"`units={units!r}` is not supported: give a list of class names such as ['Block'], or "
-            "of names of modules, or a function of a module that returns whether it is a unit."
-        )
 
 
 def _select(
@@ -431,12 +351,8 @@ def _select(
 
 
 def _no_split_classes(root: nn.Module) -> set[str]:
-    classes: set[str] = set()
-    for module in root.modules():
-        names = getattr(module, "_no_split_modules", None)
-        if isinstance(names, (list, tuple, set)):
-            classes.update(str(name) for name in names)
-    return classes
+    named = (getattr(module, "_no_split_modules", None) for module in root.modules())
+    return {str(n) for names in named if isinstance(names, (list, tuple, set)) for n in names}
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -451,9 +367,9 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _sharing(root: nn.Module, chosen: Sequence[str]) -> dict[str, str]:
-    """Chosen units that share a parameter with a module outside of them, and with which.
+    """Chosen units that share a parameter with a module outside, and with which.
 
-    A second name for a whole unit is no sharing: whoever calls it calls the unit.
+    A second name for a whole unit is not sharing: a call of it is a call of the unit.
     """
     unit_names = {id(root.get_submodule(name)): name for name in chosen}
     modules = dict(root.named_modules(remove_duplicate=False))

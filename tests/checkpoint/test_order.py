@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lq_lightning import OptimizerQuantization, QuantizedPrecision
-from lq_lightning.checkpoint import by_name
+from lq_lightning.checkpoint import state as states
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO
 from lq_lightning.checkpoint.state import load_optimizer
@@ -167,51 +167,47 @@ def test_names_that_torch_keeps_are_used_and_foreign_parameters_are_left_alone()
     model["a"](model["b"](torch.ones(1, 2))).sum().backward()
     saving.step()
     loading = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    state = by_name.state_by_name(model, loading, saving.state_dict())
+    state = states.state_by_name(model, loading, saving.state_dict())
     assert state is not None
     load_optimizer(model, loading, state)
     for name, parameter in named:
         buffer = saving.state[parameter]["momentum_buffer"]
         assert torch.equal(loading.state[parameter]["momentum_buffer"], buffer), name
     part = torch.optim.SGD(model["a"].named_parameters(), lr=1.0)  # names of the part alone
-    assert by_name.state_by_name(model, loading, part.state_dict()) is None
+    assert states.state_by_name(model, loading, part.state_dict()) is None
     foreign = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    assert by_name.with_names(model, foreign, saved := foreign.state_dict()) is saved
-    assert by_name.state_by_name(model, foreign, {**saved, by_name.NAMES: ["a.bias"]}) is None
+    assert states.with_names(model, foreign, saved := foreign.state_dict()) is saved
+    assert states.state_by_name(model, foreign, {**saved, states.NAMES: ["a.bias"]}) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "text"),
-    [
+def test_errors_of_a_single_file_name_it(tmp_path: Path) -> None:
+    def states(checkpoint: Any) -> Any:
+        return checkpoint["optimizer_states"][0]
+
+    changes: tuple[tuple[Callable[[Any], object], type[Exception], str], ...] = (
         (lambda c: c["state_dict"].popitem(), RuntimeError, "Missing key"),
         (lambda c: c["optimizer_states"].clear(), ValueError, "no state for optimizer 0"),
         (
-            lambda c: c["optimizer_states"][0]["parameter_names"].__setitem__(0, "other"),
-            ValueError,
-            "no optimizer state for parameter `net.",
+            lambda c: states(c)["parameter_names"].__setitem__(0, "other"),
+            *(ValueError, "no optimizer state for parameter `net."),
         ),
         (
-            lambda c: (
-                c["optimizer_states"][0].pop("parameter_names"),
-                c["optimizer_states"][0]["param_groups"].pop(),
-            ),
-            ValueError,
-            "different number of parameter groups",
+            lambda c: (states(c).pop("parameter_names"), states(c)["param_groups"].pop()),
+            *(ValueError, "different number of parameter groups"),
         ),
-    ],
-)
-def test_errors_of_a_single_file_name_it(
-    tmp_path: Path, change: Callable[[Any], object], kind: type[Exception], text: str
-) -> None:
+    )
     root, path = str(tmp_path), str(tmp_path / "a.ckpt")
     run, _ = _fit(root, Ordered(), strategy(), devices=1)
     run.save_checkpoint(path)
-    saved = torch.load(path, weights_only=True)
-    change(saved)
-    AtomicCheckpointIO().save_checkpoint(saved, path)
-    with pytest.raises(kind, match=text) as error:
-        _fit(root, Ordered(), strategy(), path, devices=1)
-    assert f"checkpoint `{path}`" in str(error.value)
+    content = Path(path).read_bytes()
+    for change, kind, text in changes:
+        Path(path).write_bytes(content)
+        saved = torch.load(path, weights_only=True)
+        change(saved)
+        torch.save(saved, path)
+        with pytest.raises(kind, match=text) as error:
+            _fit(root, Ordered(), strategy(), path, devices=1)
+        assert f"checkpoint `{path}`" in str(error.value)
 
 
 def test_errors_of_writing_name_the_checkpoint(tmp_path: Path) -> None:

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lq_testing import RankError
 from lq_testing.checkpoints import fit, module, strategy
-from lq_testing.lightning_models import PLAIN, run_trainer
 
 from lq_lightning.checkpoint import files
 from lq_lightning.checkpoint.folder import save_sharded_checkpoint
@@ -170,39 +167,19 @@ def test_links_to_the_last_checkpoint_point_to_one_at_any_time(tmp_path: Path) -
 # --- a run that is killed -----------------------------------------------------------------------
 
 
-def _killed_between_renames(rank: int, world_size: int, root: str) -> None:
-    run, _ = fit(root, module(), strategy(**PLAIN))
-    run.save_checkpoint(f"{root}/last.ckpt")
-    dist.barrier()
-    if rank == 0:
-        files._exchange = lambda *_: False  # as on file systems that cannot
-        files.os.replace = lambda *_: _die()  # type: ignore[assignment]
-    run.save_checkpoint(f"{root}/last.ckpt")
-
-
-def _start_again(rank: int, world_size: int, *roots: str) -> None:
-    for root, path in zip(roots, ("last", f"{roots[1]}/last.ckpt"), strict=True):
-        _goes_on(root, path)
-
-
-def _goes_on(root: str, path: str) -> None:
-    saves = ModelCheckpoint(root, save_last=True, every_n_epochs=1)
-    options = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 2}
-    run, losses = fit(root, module(), strategy(**PLAIN), ckpt_path=path, **options)
-    assert (run.global_step, len(losses)) == (8, 4)
-    dist.barrier()
-    names = {p.name for p in Path(root).iterdir()}
-    assert {"epoch=1-step=8.ckpt", "last.ckpt"} <= names
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_run_killed_between_two_renames_goes_on(
+    saved: Path, tmp_path: Path, by_path: bool
+) -> None:
+    shutil.copytree(saved / "fullFalse.ckpt", tmp_path / "last.replaced.ckpt")
+    saves = ModelCheckpoint(tmp_path, save_last=True, every_n_epochs=1)
+    options = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 2, "devices": 1}
+    path = str(tmp_path / "last.ckpt") if by_path else "last"
+    run, losses = fit(str(tmp_path), module(), strategy(), ckpt_path=path, **options)
+    assert (run.global_step, len(losses)) == (12, 8)
+    names = {p.name for p in tmp_path.iterdir()}
+    assert {"epoch=1-step=12.ckpt", "last.ckpt"} <= names
     assert "last.replaced.ckpt" not in names
-
-
-def test_a_run_killed_between_two_renames_goes_on(tmp_path: Path) -> None:
-    roots = [tmp_path / name for name in ("last", "path")]
-    with pytest.raises(RankError, match="SIGKILL"):
-        run_trainer(_killed_between_renames, 2, str(roots[0]))
-    assert not (roots[0] / "last.ckpt").exists()
-    shutil.copytree(*roots)
-    run_trainer(_start_again, 2, *map(str, roots))
 
 
 def test_a_checkpoint_of_an_exception_that_was_set_aside_is_not_passed_over(
@@ -272,19 +249,6 @@ def test_a_replacement_that_fails_leaves_the_previous_one(
     with pytest.raises(OSError, match="No space"):
         files.move_into_place(finished, path)
     assert _content(path) == {"1"}
-
-
-def test_the_lock_of_a_killed_run_is_no_lock(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-
-    def killed() -> None:
-        with files.sole_writer(path):
-            _die()
-
-    assert _in_child(killed) == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1
-    AtomicCheckpointIO().save_checkpoint({"x": 1}, path)
-    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 @pytest.mark.parametrize("folder", [True, False])

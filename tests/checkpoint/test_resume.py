@@ -57,10 +57,6 @@ def _resume_exactly(rank: int, world_size: int, root: str) -> None:
         assert last.exists()
 
 
-def test_resume_is_bit_exact_on_the_same_world_size(tmp_path: Path) -> None:
-    run_trainer(_resume_exactly, 2, str(tmp_path))
-
-
 def _resume_elsewhere(rank: int, world_size: int, root: str) -> None:
     for full in (False, True):
         seen = StateAtStart()
@@ -104,11 +100,7 @@ def _save_stock(rank: int, world_size: int, root: str) -> None:
     if rank == 0:
         torch.save(expected, f"{root}/expectedFalse.pt")
     dist.barrier()
-    _resume_stock(root)
-
-
-def _resume_stock(root: str) -> None:
-    for full in (False, True):
+    for full in (False, True):  # also the file of one device
         seen = StateAtStart()
         path = f"{root}/full{full}.ckpt"
         fit(root, TinyModule(), strategy(), callbacks=[seen], ckpt_path=path, max_epochs=2)
@@ -117,15 +109,19 @@ def _resume_stock(root: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(seen.moments, expected_moments, strict=True))
 
 
-def test_checkpoints_of_stock_strategies_load(tmp_path: Path) -> None:
-    """A file of one device and a directory of ModelParallelStrategy continue on two ranks."""
+def _on_two_ranks(rank: int, world_size: int, root: str) -> None:
+    _save_stock(rank, world_size, root)
+    _resume_exactly(rank, world_size, root)
+
+
+def test_runs_and_checkpoints_of_stock_strategies_resume_on_two_ranks(tmp_path: Path) -> None:
     root = str(tmp_path)
     quiet()
     model = module()
     run, _ = fit(root, model, "auto", devices=1)  # 8 steps an epoch
     run.save_checkpoint(f"{root}/fullTrue.ckpt")
     torch.save((weights(model), moments(run)), f"{root}/expectedTrue.pt")
-    run_trainer(_save_stock, 2, root)
+    run_trainer(_on_two_ranks, 2, root)
 
 
 def test_full_checkpoint_needs_nothing_of_this_package(saved: Path) -> None:

@@ -8,8 +8,8 @@ from lq_testing.lightning_models import TinyModule, loader, trainer
 
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
-from lq_lightning.strategies import collectives
-from lq_lightning.strategies.collectives import WeightOption, choose_quantization
+from lq_lightning.strategies import parts
+from lq_lightning.strategies.parts import WeightOption, choose_quantization
 
 AUTO = WeightOption("auto", "auto")
 
@@ -69,8 +69,8 @@ def test_what_the_user_gives_is_kept() -> None:
 
 def _says_what_it_chose(rank: int, world: int, root: str) -> None:
     messages: list[str] = []
-    collectives.rank_zero_info = messages.append  # type: ignore[assignment]
-    collectives.rank_zero_warn = messages.append  # type: ignore[assignment]
+    parts.rank_zero_info = messages.append  # type: ignore[assignment]
+    parts.rank_zero_warn = messages.append  # type: ignore[assignment]
     run = trainer(QuantizedFSDPStrategy(), root, devices=world, max_epochs=1)
     run.fit(TinyModule(), loader())
     communication = run.strategy.communication

@@ -19,7 +19,7 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     WeightQuantization,
 )
-from lq_lightning.strategies.collectives import WeightOption
+from lq_lightning.strategies.parts import WeightOption
 
 CLASS = "lq_lightning.QuantizedFSDPStrategy"
 PIPELINE = "lq_lightning.QuantizedPipelineStrategy"
@@ -51,8 +51,6 @@ def test_by_object() -> None:
         options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
         run = Trainer(strategy=strategy, precision=precision, **options)
         assert run.precision == precision
-    plugin = FullyShardedPrecision("bf16-true")
-    assert Trainer(strategy="quantized_fsdp", plugins=[plugin], **options).precision == "bf16-true"
 
 
 def test_by_class_path_and_options() -> None:

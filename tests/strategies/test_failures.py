@@ -183,10 +183,6 @@ def _before_the_first_step(rank: int, world_size: int, root: str) -> None:
             trainer(QuantizedFSDPStrategy(), root, devices=1).fit(TinyModule(), loader())
 
 
-def test_errors_come_before_the_first_step(tmp_path: Path) -> None:
-    run_trainer(_before_the_first_step, 2, str(tmp_path))
-
-
 class Tampers(Callback):
     """Rank 1 changes its copy of the weights that differences refer to."""
 
@@ -215,5 +211,10 @@ def _drifting(rank: int, world_size: int, root: str) -> None:
             assert strategy.communication.check_replicas() == []
 
 
-def test_drift_is_found_named_and_repaired(tmp_path: Path) -> None:
-    run_trainer(_drifting, 2, str(tmp_path))
+def _refused_or_repaired(rank: int, world_size: int, root: str) -> None:
+    _before_the_first_step(rank, world_size, root)
+    _drifting(rank, world_size, root)
+
+
+def test_errors_come_before_the_first_step_and_drift_is_repaired(tmp_path: Path) -> None:
+    run_trainer(_refused_or_repaired, 2, str(tmp_path))

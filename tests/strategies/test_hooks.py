@@ -117,10 +117,6 @@ class CallsInBf16(TinyModule):
             assert not isinstance(self.net.head.weight, DTensor)
 
 
-def test_submodules_can_be_called_in_hooks(tmp_path: Path) -> None:
-    run_trainer(_calls, 2, str(tmp_path))
-
-
 def _calls_on_gpus(rank: int, world_size: int, root: str) -> None:
     module = CallsInBf16()
     options = {"accelerator": "gpu", "precision": "bf16-mixed"}
@@ -189,5 +185,10 @@ class Pruned(TinyModule):
         nn.utils.prune.l1_unstructured(self.net.blocks[0].up, "weight", amount=0.5)
 
 
-def test_penalties_and_pruning_are_refused_with_what_works_instead(tmp_path: Path) -> None:
-    run_trainer(_penalties, 2, str(tmp_path))
+def _all(rank: int, world_size: int, root: str) -> None:
+    _calls(rank, world_size, root)
+    _penalties(rank, world_size, root)
+
+
+def test_hooks_on_two_ranks(tmp_path: Path) -> None:
+    run_trainer(_all, 2, str(tmp_path))

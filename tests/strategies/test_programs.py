@@ -40,7 +40,7 @@ from torchmetrics import MeanMetric
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning._compat.modules import _reset_root, begin_root_forward
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
-from lq_lightning.strategies.optimizer_steps import StrategyPart
+from lq_lightning.strategies import StrategyPart
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,10 +162,6 @@ def _fine_tunes(rank: int, world_size: int, root: str) -> None:
     assert run.strategy.communication.check_replicas("raise") == []
 
 
-def test_backbone_is_fine_tuned_and_resumed(tmp_path: Path) -> None:
-    run_trainer(_fine_tunes, 2, str(tmp_path))
-
-
 # --- wrapped submodules, offload, metrics -------------------------------------------------------
 
 
@@ -227,14 +223,6 @@ def _offload(rank: int, world_size: int, root: str) -> None:
     module = Offloading()
     trainer(QuantizedFSDPStrategy(**SMALL), root).fit(module, loader())
     assert {p.device.type for p in module.parameters()} == {"cpu"}
-
-
-def test_wrapped_submodules_keep_their_names_in_checkpoints(tmp_path: Path) -> None:
-    run_trainer(_wrapped, 2, str(tmp_path))
-
-
-def test_units_that_are_offloaded_train(tmp_path: Path) -> None:
-    run_trainer(_offload, 2, str(tmp_path))
 
 
 # --- errors, memory -----------------------------------------------------------------------------
@@ -335,14 +323,6 @@ def _left(rank: int, world_size: int, root: str) -> None:
     assert norms[0] == pytest.approx(2 * norms[1]), "a window got gradients of the one before"
 
 
-def test_gradients_of_a_window_that_ended_early_are_dropped(tmp_path: Path) -> None:
-    run_trainer(_left, 2, str(tmp_path))
-
-
-def test_training_goes_on_after_an_error_and_modules_are_freed(tmp_path: Path) -> None:
-    run_trainer(_after_an_error, 2, str(tmp_path))
-
-
 def test_old_torch_can_move_what_the_root_begins_with_to_a_gpu() -> None:
     """Its FSDP2 does so to the arguments of every root, on GPUs alone."""
     moved: list[Any] = []
@@ -422,8 +402,13 @@ def _everything_on(rank: int, world_size: int, root: str) -> None:
     assert sum(p.numel() for p in module.parameters()) == total
 
 
-def test_default_trainer_with_all_its_callbacks(tmp_path: Path) -> None:
-    run_trainer(_everything_on, 2, str(tmp_path))
+def _all(rank: int, world_size: int, root: str) -> None:
+    for check in (_fine_tunes, _wrapped, _offload, _left, _everything_on, _after_an_error):
+        check(rank, world_size, root)
+
+
+def test_programs_on_two_ranks(tmp_path: Path) -> None:
+    run_trainer(_all, 2, str(tmp_path), timeout=240.0)
 
 
 SCRIPT = """

@@ -29,8 +29,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lq_lightning import QuantizedFSDPStrategy
 
-run_alone = functools.partial(run_ranks, backend=None, timeout=120.0)
-
 
 class Noisy(TinyModule):
     """Dropout, and a scalar parameter that FSDP2 could not shard."""
@@ -87,10 +85,6 @@ def _same(rank: int, world_size: int, root: str) -> None:
 def _predict(module: pl.LightningModule) -> list[Tensor]:
     with torch.no_grad():
         return [module.predict_step(tokens, 0) for tokens in loader(8)]
-
-
-def test_equals_a_single_device_bit_for_bit(tmp_path: Path) -> None:
-    run_alone(_same, 1, str(tmp_path))
 
 
 def _single_device_programs(rank: int, world_size: int, root: str) -> None:
@@ -205,8 +199,13 @@ class OwnSharding(TinyModule):
             fully_shard(block)
 
 
-def test_single_device_programs_run(tmp_path: Path) -> None:
-    run_alone(_single_device_programs, 1, str(tmp_path))
+def _alone(rank: int, world_size: int, root: str) -> None:
+    _same(rank, world_size, root)
+    _single_device_programs(rank, world_size, root)
+
+
+def test_one_rank_is_a_single_device(tmp_path: Path) -> None:
+    run_ranks(_alone, 1, str(tmp_path), backend=None, timeout=240.0)
 
 
 def _meta_on_two(rank: int, world_size: int, root: str) -> None:

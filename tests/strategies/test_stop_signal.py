@@ -142,17 +142,6 @@ def test_a_reduction_is_read_one_batch_later(monkeypatch: pytest.MonkeyPatch) ->
     assert events == ["start 0", "start 1", "read 0", "start 2", "read 1"]
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("where", ["last batch", "last validation"])
-def test_gpus_heed_a_signal_at_the_end(tmp_path: Path, where: str) -> None:
-    run_trainer(_stops_at_the_end, 2, str(tmp_path), where, True, timeout=200.0)
-
-
-@pytest.mark.gpu(2)
-def test_gpus_stop_together_and_can_resume(tmp_path: Path) -> None:
-    run_trainer(_stops, 2, str(tmp_path), "training", True, timeout=200.0)
-
-
 class NoSynchronization(Callback):
     """Forbids waiting for the device, from the third batch to the sixth."""
 
@@ -178,6 +167,13 @@ def _never_waits(rank: int, world_size: int, root: str) -> None:
     assert run.global_step == len(batches)
 
 
+def _on_gpus(rank: int, world_size: int, root: str) -> None:
+    _never_waits(rank, world_size, root)
+    _stops(rank, world_size, root, "training", True)
+    for where in ("last batch", "last validation"):
+        _stops_at_the_end(rank, world_size, root, where, True)
+
+
 @pytest.mark.gpu(2)
-def test_training_never_waits_for_the_device(tmp_path: Path) -> None:
-    run_trainer(_never_waits, 2, str(tmp_path), timeout=200.0)
+def test_gpus_never_wait_and_stop_together(tmp_path: Path) -> None:
+    run_trainer(_on_gpus, 2, str(tmp_path), timeout=300.0)

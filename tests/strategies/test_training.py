@@ -97,10 +97,6 @@ def _bit_identity(rank: int, world_size: int, root: str) -> None:
     assert losses == _by_hand(rank, 3, 0.5, 2)
 
 
-def test_off_is_bit_identical_to_fsdp2_by_hand_for_20_steps(tmp_path: Any) -> None:
-    run_trainer(_bit_identity, 2, str(tmp_path))
-
-
 # --- what the strategy adds ---------------------------------------------------------------------
 
 
@@ -154,10 +150,6 @@ def _collectives(rank: int, world_size: int, root: str) -> None:
     assert run.global_step == 2
 
 
-def test_all_ranks_shard_and_reduce_once_per_step(tmp_path: Any) -> None:
-    run_trainer(_collectives, 2, str(tmp_path))
-
-
 class GenericModule(Generic[T], TinyModule):
     """Python refuses to give it torch's FSDP class."""
 
@@ -203,10 +195,6 @@ def _root_and_generic(rank: int, world_size: int, root: str) -> None:
     run.fit_loop.max_epochs = 2
     run.fit(rooted, loader(), loader(8))
     assert run.global_step == 8
-
-
-def test_generic_modules_and_root_parameters_run_in_all_stages(tmp_path: Any) -> None:
-    run_trainer(_root_and_generic, 2, str(tmp_path))
 
 
 class Configured(TinyModule):
@@ -274,10 +262,6 @@ def _configure_model(rank: int, world_size: int, root: str) -> None:
         _fit(root, Stale())
 
 
-def test_configure_model_runs_once_and_leaves_nothing_unsharded(tmp_path: Any) -> None:
-    run_trainer(_configure_model, 2, str(tmp_path))
-
-
 class Norms(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
@@ -313,10 +297,6 @@ def _hooks_and_refusals(rank: int, world_size: int, root: str) -> None:
         torch.compile = original
     assert losses == expected
     assert not any("_orig_mod" in name for name, _ in module.named_parameters())
-
-
-def test_norms_and_compiled_units_work_and_what_does_not_is_refused(tmp_path: Any) -> None:
-    run_trainer(_hooks_and_refusals, 2, str(tmp_path))
 
 
 # --- manual optimization ------------------------------------------------------------------------
@@ -447,10 +427,6 @@ def _precisions(rank: int, world_size: int, root: str) -> None:
             assert fsdp.unsharded_param.dtype == gathered
 
 
-def test_precision_by_string_and_by_object(tmp_path: Any) -> None:
-    run_trainer(_precisions, 2, str(tmp_path))
-
-
 class Bursting(TinyModule):
     """One rank's loss is infinite in the second step."""
 
@@ -499,10 +475,6 @@ def _nonfinite(rank: int, world_size: int, root: str) -> None:
                 assert strategy.communication.step == 3
 
 
-def test_nonfinite_gradients_reach_all_ranks_and_can_be_skipped(tmp_path: Any) -> None:
-    run_trainer(_nonfinite, 2, str(tmp_path))
-
-
 class DifferentInit(TinyModule):
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -522,10 +494,6 @@ def _initial_state(rank: int, world_size: int, root: str) -> None:
     for name, parameter in reference.named_parameters():
         mine = module.get_parameter(name).full_tensor()
         torch.testing.assert_close(mine, parameter, rtol=1e-4, atol=1e-5)
-
-
-def test_ranks_that_start_differently_train_the_model_of_rank_0(tmp_path: Any) -> None:
-    run_trainer(_initial_state, 2, str(tmp_path))
 
 
 # --- with codecs --------------------------------------------------------------------------------
@@ -558,8 +526,19 @@ def _quantized(rank: int, world_size: int, root: str) -> None:
         _fit(root, strategy=QuantizedFSDPStrategy(node_size=3))
 
 
-def test_quantized_training(tmp_path: Any) -> None:
-    run_trainer(_quantized, 2, str(tmp_path))
+CHECKS = (
+    *(_bit_identity, _root_and_generic, _configure_model, _hooks_and_refusals, _precisions),
+    *(_nonfinite, _initial_state, _quantized, _collectives),
+)
+
+
+def _all(rank: int, world_size: int, root: str) -> None:
+    for check in CHECKS:
+        check(rank, world_size, root)
+
+
+def test_training_on_two_ranks(tmp_path: Any) -> None:
+    run_trainer(_all, 2, str(tmp_path), timeout=240.0)
 
 
 def test_quantized_training_on_two_emulated_nodes(tmp_path: Any) -> None:

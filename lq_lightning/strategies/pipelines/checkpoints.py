@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lq_lightning.checkpoint import state
-from lq_lightning.checkpoint.by_name import by_name, by_position
 from lq_lightning.checkpoint.checkpointer import ALL_RANKS, ModelLayout
+from lq_lightning.checkpoint.state import by_name, by_position
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.strategies.pipelines.stages import CutModule
 

@@ -30,10 +30,10 @@ from lq_lightning.pipeline.partition import keep_stages
 from lq_lightning.pipeline.plan import PipelinePlan, plan_stages
 from lq_lightning.pipeline.schedules import rank_of_stage, stages_of_rank
 from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.strategies.options import UnitSelector
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
-    UnitSelector,
     already_configured,
     choose_units,
 )

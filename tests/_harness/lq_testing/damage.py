@@ -13,14 +13,6 @@ def flip_bit(path: Path, offset: int, bit: int = 6) -> None:
     path.write_bytes(content)
 
 
-def zero_page(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    page = content[offset : offset + 256]
-    assert any(page)
-    content[offset : offset + 256] = bytes(len(page))
-    path.write_bytes(content)
-
-
 def truncate(path: Path, nbytes: int) -> None:
     path.write_bytes(path.read_bytes()[:nbytes])
 

@@ -1,19 +1,27 @@
-"""Quantized collectives of a strategy: chosen, installed, compared, reported and saved."""
+"""Parts that every strategy has: its optimizer steps, and its quantized collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import LBFGS, Optimizer
 
+from lq_lightning._compat.lightning import accumulation_window
+from lq_lightning._compat.modules import discard_unreduced_gradients
+from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_linked_by_nvlink
+from lq_lightning.checkpoint.checkpointer import StrategyPart
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
@@ -22,7 +30,6 @@ from lq_lightning.data_parallel import (
     quantize_communication,
 )
 from lq_lightning.foundation.checks import check_choice
-from lq_lightning.strategies.optimizer_steps import StrategyPart, warn_on_first
 from lq_lightning.strategies.options import (
     FSDPOptions,
     GradientName,
@@ -32,18 +39,144 @@ from lq_lightning.strategies.options import (
 )
 from lq_lightning.strategies.sharding import sharded
 
+
+def warn_on_first(group: dist.ProcessGroup | None, message: str) -> None:
+    """Warn on the first rank of a group only; None is the group of all ranks."""
+    if group is None:
+        rank_zero_warn(message)
+    elif group.rank() == 0:
+        warnings.warn(f"node of rank {dist.get_rank()}: {message}", stacklevel=2)
+
+
+class OptimizerSteps(StrategyPart):
+    """Defers gradient reduction in gradient accumulation, and skips steps that are not finite.
+
+    Gradients are examined before hooks and clipping as well as after: clipping by value, or a hook
+    that clamps, makes an infinite gradient finite but not right.
+
+    Attributes:
+        num_skipped: Number of skipped steps.
+        skips: Whether steps with infinite or NaN gradients are skipped.
+        defers: Whether backward passes but the last of a window leave gradients unreduced.
+    """
+
+    def __init__(self, skip_nonfinite: bool, reduce_every_microbatch: bool) -> None:
+        self.num_skipped = 0
+        self.skips = skip_nonfinite
+        self.defers = not reduce_every_microbatch
+        self._module: LightningModule | None = None  # sharded
+        self._pending = False  # gradients not reduced yet, which no `zero_grad` finds
+        self._largest: dict[Optimizer, list[Tensor]] = {}
+
+    def set_up(self, module: LightningModule, optimizers: list[Optimizer]) -> None:
+        """Start a run of ``fit``; drop gradients that an interrupted one has left in the module."""
+        if self.skips and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            raise NotImplementedError(
+                "`skip_nonfinite_steps=True` does not work with `LBFGS`, which evaluates the "
+                "loss several times in a step: set it to False or use another optimizer."
+            )
+        self.num_skipped, self._pending = 0, False
+        self._largest.clear()
+        self._module = module if isinstance(module, FSDPModule) else None
+        if self._module is not None:
+            discard_unreduced_gradients(self._module)
+
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Run a backward that is not the last of its accumulation window."""
+        if self._module is None or not self.defers:
+            yield
+            return
+        root = cast(FSDPModule, self._module)
+        root.set_requires_gradient_sync(False)  # FSDP2 then sums unsharded gradients
+        self._pending = True
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def start_batch(self) -> None:
+        """Drop gradients of an interrupted window, as ``zero_grad`` does without sharding."""
+        self._largest.clear()
+        module = self._module
+        if module is None or not self._pending or not module.automatic_optimization:
+            return
+        if accumulation_window(module.trainer).first:
+            discard_unreduced_gradients(module)
+            self._pending = False
+
+    def after_optimizer_step(self, stepped: bool) -> None:
+        """Note that the gradients are used."""
+        self._pending = False
+
+    def examine(self, optimizer: Optimizer | LightningOptimizer) -> None:
+        """Record the largest of this rank's gradients now; does not wait for the device."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
+        local = [local_tensor(g) for g in gradients if g is not None]
+        largest = torch.nn.utils.get_total_norm([g for g in local if g.numel()], float("inf"))
+        self._largest.setdefault(optimizer, []).append(largest)
+
+    def step_if_finite(
+        self,
+        optimizer: Optimizer,
+        run_closure: Callable[[], Any],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        **kwargs: Any,
+    ) -> tuple[Any, bool]:
+        """Step unless a rank of the group (None: of all) has found a gradient that is not finite.
+
+        Args:
+            optimizer: Takes the step, with ``kwargs``.
+            run_closure: Runs forward, backward, hooks and clipping.
+            device: Device on which the ranks exchange their findings.
+
+        Returns:
+            The closure's result, and whether the optimizer stepped.
+        """
+        result = run_closure()
+        self.examine(optimizer)
+        largest = torch.stack([value.to(device) for value in self._largest.pop(optimizer)])
+        bad = (~torch.isfinite(largest)).any().to(torch.int32)
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
+        if not bad.item():  # waits for the device: all ranks have to take the same branch
+            optimizer.step(**kwargs)
+            return result, True
+        self.num_skipped += 1
+        optimizer.zero_grad()
+        warn_on_first(
+            group,
+            "optimizer step skipped because of infinite or NaN gradients "
+            f"({self.num_skipped} so far); disable with `skip_nonfinite_steps=False`",
+        )
+        return result, False
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """The number of skipped steps."""
+        return {"num_skipped_steps": self.num_skipped} if self.num_skipped else {}, {}
+
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Continue counting."""
+        self.num_skipped = int(values.get("num_skipped_steps", 0))
+
+
 Auto = Literal["auto"]
 
 
 class WeightOption(NamedTuple):
-    """A weight method by name, whose replica mode may still be open."""
+    """A weight method by name, with a replica mode, either of them perhaps still to be chosen."""
 
     method: Literal["auto", "qWD", "qW"]
     replica: Literal["auto", "full", "node"]
 
 
 def nvlink_inside_nodes(device: torch.device, node_size: int) -> bool:
-    """Whether every rank sees that NVLink connects all GPUs of its node. All ranks must call it."""
+    """Whether every rank sees NVLink between all GPUs of its node; all ranks must call it."""
     linked = False
     if device.type == "cuda":
         try:
@@ -66,13 +199,13 @@ def choose_quantization(
     """Replace every ``"auto"`` by a choice.
 
     On one node of GPUs linked by NVLink nothing is quantized: FSDP2's collectives hide behind the
-    computation there, and quantized ones can at best be as fast. Anywhere else weights travel as
-    ``"qWD"`` and gradients as ``"TLq-HS"``. The replica is shared by a node if NVLink makes reading
-    it cheap, since that takes less memory, and full on every rank otherwise.
+    computation there, and quantized ones are at best as fast. Anywhere else weights travel as
+    ``"qWD"`` and gradients as ``"TLq-HS"``. The ranks of a node share a replica if NVLink makes
+    reading it cheap, since that takes less memory; otherwise each rank has a full one.
 
     Returns:
         Quantization of weights and of gradients (None: FSDP2's own collective), and the choice with
-        its reason (empty if nothing was left open).
+        its reason (empty if there was nothing to choose).
     """
     fast = topology.num_nodes == 1 and nvlink
     notes = []
@@ -105,19 +238,16 @@ def _reason(notes: list[str], topology: Topology, nvlink: bool) -> str:
 
 
 class QuantizedCollectives(StrategyPart):
-    """How weights are gathered and gradients reduced among the ranks that share a model.
+    """Gathers weights and reduces gradients among the ranks that share a model.
 
     Args:
         strategy: Gives the device and the attached module.
         given: Options that the user has set.
 
     Attributes:
-        weights: How weights are gathered; may be left open.
-        gradients: How gradients are reduced; may be left open.
+        weights: Quantization of weights, perhaps still to be chosen.
+        gradients: Quantization of gradients, perhaps still to be chosen.
         step_group: Ranks that take or skip an optimizer step together; None are all.
-
-    Raises:
-        ValueError: An option has a value outside its choices.
     """
 
     tensor_kinds = ("replica",)
@@ -164,8 +294,6 @@ class QuantizedCollectives(StrategyPart):
         communication: QuantizedCommunication | None = None if record is None else record.extra
         return communication
 
-    # --- setup ------------------------------------------------------------------------------------
-
     def install(
         self,
         module: LightningModule,
@@ -176,13 +304,12 @@ class QuantizedCollectives(StrategyPart):
 
         Args:
             module: Sharded over the ranks of ``topology``.
-            topology: Ranks and nodes that share the module.
-            vocabulary: Its embeddings and heads; None where they can be told from it.
+            vocabulary: Embeddings and heads of the module; None to find them in it.
         """
         if topology.world_size == 1:
             return None
         is_open = self.gradients == "auto" or isinstance(self.weights, WeightOption)
-        # Every rank takes the same branches: options are equal, and this is agreed on.
+        # every rank takes the same branches: options are equal, and this is agreed on
         nvlink = is_open and nvlink_inside_nodes(self._strategy.root_device, topology.node_size)
         weights, gradients, reason = choose_quantization(
             self.weights, self.gradients, topology, nvlink
@@ -226,8 +353,6 @@ class QuantizedCollectives(StrategyPart):
         """Warn on rank zero of options that do nothing in this run, if any of them was given."""
         warn_without_effect(self._owner, self._given, names, why)
 
-    # --- steps ------------------------------------------------------------------------------------
-
     def after_optimizer_step(self, stepped: bool) -> None:
         """Compare the weight replicas every so many steps."""
         communication, every = self.communication, self._options.check_replicas_every_n_steps
@@ -244,14 +369,12 @@ class QuantizedCollectives(StrategyPart):
                 )
 
     def on_step_error(self) -> None:
-        """Let no reduction write to memory that is freed now, and keep nothing of the step."""
+        """Join reductions before their memory is freed, and drop the state of the step."""
         if (communication := self.communication) is not None:
             communication.recover()
 
-    # --- checkpoints ------------------------------------------------------------------------------
-
     def on_weights_loaded(self) -> None:
-        """Gather the loaded weights in full precision first."""
+        """Gather the loaded weights in full precision next."""
         if (communication := self.communication) is not None:
             communication.invalidate()
 
@@ -268,11 +391,9 @@ class QuantizedCollectives(StrategyPart):
     ) -> None:
         """Continue with the saved replica, or from the weights if there is none."""
         communication = self.communication
-        if communication is None:
-            return
-        if "communication" in values:
+        if communication is not None and "communication" in values:
             communication.load_state_dict(values["communication"], tensors.get("replica", {}))
-        else:
+        elif communication is not None:
             communication.invalidate()
 
 
