@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lq_lightning.foundation.parameters import embeddings
 
 from .policy import ActivationPolicy, Matmul, SiteKind
-from .proof import Proof
 from .recognize import Recognizer, own_forward
 from .recompute import find_recompute_units
 from .sites import (
@@ -24,6 +23,7 @@ from .sites import (
     MLPSite,
     MultiheadSite,
     NormSite,
+    Proof,
     Site,
     is_checkpointed,
 )

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lq_lightning._compat.saved_tensors import (
     Hooks,
+    base_of,
     checkpoint_region,
     has_storage,
     nodes_made,
@@ -29,23 +31,82 @@ from lq_lightning._compat.saved_tensors import (
     version_of,
 )
 from lq_lightning.foundation.nested import tensors_in
+from lq_lightning.foundation.parameters import is_copy_of_parameter
 
-from .functions import encode_source
-from .measure import WeightStorages
+from .functions import Codes, encode_source
 from .policy import SiteKind
 from .rounding import Normalized, Sides, Use, find_uses, watch_region
-from .sites import HookSite, Regions
-from .sources import Codes
+
+if TYPE_CHECKING:
+    from .sites import HookSite
 
 _MIN_NUMEL = 1024
 _MIN_WIDTH = 16
 _ROW = 128
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_WATCHED = 4
 
 _View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset
 
 T = TypeVar("T")
 _FUNCTION = "_gradient_checkpointing_func"
+
+
+class WeightStorages:
+    """Tells weights of a model, and extra ones, from other saved tensors: they are held anyway."""
+
+    def __init__(self, model: nn.Module, extra: tuple[Tensor, ...] = ()) -> None:
+        tensors = (*model.parameters(), *model.buffers(), *extra)
+        self._storages = {storage_key(t) for t in tensors if has_storage(t)}
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a weight, a view of one, or a cast of one.
+
+        FSDP2 hands modules parameters whose storage it frees after forward: those are parameters,
+        or views whose base is one, but at other addresses than before. Autocast's copies are new
+        tensors without a base; their graph node tells.
+        """
+        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
+            return True
+        if storage_key(tensor) in self._storages:
+            return True
+        return is_copy_of_parameter(tensor)
+
+
+@dataclass(slots=True)
+class Regions:
+    """Operators of a checkpointed layer, as far as they were watched.
+
+    Attributes:
+        continuous: number of graph nodes of each watched forward; a forward with another number
+            has other operators.
+        exact: why the input is kept exactly from now on; empty if it is not.
+        watch: whether to watch the next forward.
+        watched: number of watched forwards.
+    """
+
+    continuous: set[int] = field(default_factory=set)
+    exact: str = ""
+    watch: bool = True
+    watched: int = 0
+
+    def note(self, nodes: int, found: str = "") -> str:
+        """Take in a watched forward of so many graph nodes, and its first operator that may not be
+        continuous; return why the input is kept exactly from now on, or "".
+        """
+        self.watched += 1
+        self.continuous.add(nodes)
+        if found:
+            self.exact = f"`{found}` in them is not known to be continuous"
+        elif self.watched > _MAX_WATCHED:
+            self.exact = "their operators change from call to call"
+        return self.exact
+
+    def takes_codes(self, nodes: int) -> bool:
+        """Return whether a forward of so many nodes was found continuous; else watch the next."""
+        is_known = nodes in self.continuous and not self.exact
+        self.watch = not is_known
+        return is_known
 
 
 def _flat(codes: Codes, rows: int, dtype: torch.dtype, message: Tensor) -> Tensor:
@@ -75,14 +136,10 @@ def _bits(tensor: Tensor, sides: Sides) -> Tensor:
 class _Saved:
     """A tensor that a node saved: kept as it is until the module has run.
 
-    Then its ``message`` is what the outer hooks packed: the tensor itself, or its code. The outer
-    hooks get one message per saved tensor, as without ours: a split backward pass releases the
-    tensors that its node will not read again, while other nodes may.
-
-    Attributes:
-        tensor: the tensor; None once a message replaced it.
-        version: version of the tensor when it was saved.
-        decode: makes the tensor from the message; None if it is kept exactly.
+    Then its ``message`` is what the outer hooks packed: the tensor itself, or its code, of which
+    ``decode`` makes the tensor. The outer hooks get one message per saved tensor, as without ours:
+    a split backward pass releases the tensors that its node will not read again, while other nodes
+    may.
     """
 
     __slots__ = ("decode", "message", "tensor", "version")
@@ -154,8 +211,7 @@ class _Packer:
     def settle(self, uses: dict[int, Use]) -> None:
         """After the module has run: encode where allowed, and pass everything to the outer hooks.
 
-        Args:
-            uses: uses of the saved tensors that bear rounding, by the tensors' ``id``.
+        ``uses`` are those of the saved tensors that bear rounding, by ``id``.
         """
         pending, self._pending = self._pending, []
         storages: dict[tuple[int, torch.dtype], list[_Saved]] = {}
@@ -278,8 +334,7 @@ def run_packed(module: nn.Module, site: HookSite, run: Callable[[], T], args: An
     """Run a module's forward, and store what it saves as codes.
 
     Hooks around the call (``save_on_cpu``) get the codes, once the module has run. Within a
-    checkpointed region nothing is done: what is saved there is dropped, and recomputed. The
-    module's weights, and tensors in ``args`` without a gradient, are never packed.
+    checkpointed region nothing is done: what is saved there is dropped, and recomputed.
     """
     outer = outer_hooks()
     ours = None if outer is None else getattr(outer[0], "__self__", None)

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from .algebra import ACTIVATIONS as FORMULAS
 from .algebra import Formula, atom, mean, number, root
 from .functions import NormLayer
-from .proof import Proof, Reads, is_function_without_state, reads_same
-from .sites import DIMS, FunctionSite, sites_of
-from .trace import NotKnown, Probe, Trace, random_values, untouched_generators
+from .sites import DIMS, FunctionSite, Proof, Reads, is_function_without_state, sites_of
+from .trace import NotKnown, Probe, Trace, random_values, reads_same, untouched_generators
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -28,7 +28,16 @@ from typing_extensions import Self
 from lq_lightning._compat.modes import OperatorMode
 
 from .algebra import OPERATORS, Formula, UnknownFormula, atom, number
-from .proof import Inherited, Path, Read, Reads, is_constant, is_function_without_state, is_settings
+from .sites import (
+    Inherited,
+    Path,
+    Reads,
+    has_value,
+    is_constant,
+    is_function_without_state,
+    is_settings,
+    module_at,
+)
 
 _ATTRIBUTES = {"dtype", "ndim"}
 _PARTS = {"slice", "split", "split_with_sizes"}
@@ -463,15 +472,15 @@ class Probe:
             if name in own[key]:
                 value = own[key][name]
                 real = vars(module)[key].get(name)
-                self.reads[Read(path, name)] = real
+                self.reads[path, name] = real
                 return value
         if name == "training":
             return own[name]
         if name in own:
             value = own[name]
-            self.reads[Read(path, name)] = value
+            self.reads[path, name] = value
         else:
-            self.reads[Read(path, name)] = Inherited.of(type(module), name)
+            self.reads[path, name] = Inherited.of(type(module), name)
             value = object.__getattribute__(made, name)
         if isinstance(value, types.MethodType) and any(
             value.__self__ is each for each in (made, module)
@@ -491,3 +500,24 @@ class Probe:
         for made in self._probes:
             object.__getattribute__(made, "__dict__")["training"] = training
         return trace.run(lambda value: self._function(self._top, value), x)
+
+
+def reads_same(module: nn.Module, reads: Reads) -> bool:
+    """Return whether a module has the same values for everything that code read in another one."""
+    for (path, name), value in reads.items():
+        part = module_at(module, path)
+        if part is None:
+            return False
+        own = vars(part)
+        if name in own["_parameters"]:
+            found = own["_parameters"][name]
+            if (found is None) != (value is None):
+                return False
+            if found is not None and (not isinstance(value, Tensor) or found.shape != value.shape):
+                return False
+        elif name in own["_modules"]:
+            if type(own["_modules"][name]) is not type(value):
+                return False
+        elif not has_value(part, name, value):
+            return False
+    return True

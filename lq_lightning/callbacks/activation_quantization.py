@@ -29,13 +29,12 @@ from lq_lightning.activations import (
     plan_activations,
     quantize_activations,
 )
-from lq_lightning.activations.accounting import is_measured
 from lq_lightning.activations.adaptation import MAX_ERROR, Adaptation, is_adaptable, widen
 from lq_lightning.activations.calibrate import FULL_PRECISION
+from lq_lightning.activations.measure import CodeMeter, is_measured
 from lq_lightning.activations.policy import SiteKind, resolve_policy
 from lq_lightning.activations.report import ActivationReport
 from lq_lightning.activations.sites import Site, quantizes, sites_of
-from lq_lightning.activations.sources import CodeMeter
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.partition import kept_stages
 

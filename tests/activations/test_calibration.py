@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 import torch
 from lq_testing.ranks import run_ranks
 from lq_testing.small_llama import SmallLlama, tokens
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lq_lightning.activations import (
     ActivationCalibration,
@@ -161,7 +162,8 @@ def test_only_what_blocks_keep_is_held_meanwhile() -> None:
     try:
         calibrate_activations(model, run, ("int4",))
         assert alive[-1] == 0, "blocks are recomputed"
-        run_backward(model, run, lambda _: None)
+        outputs: list[GradientEdge] = []
+        run_backward(model, run, outputs, lambda *args: outputs.append(get_gradient_edge(args[2])))
         assert not any(ref() is not None for ref in made)
     finally:
         gc.enable()
@@ -201,14 +203,6 @@ def test_frozen_weights_have_no_errors() -> None:
     assert set(sites["blocks.1.mlp"].codecs[0].errors) == {"gate", "up"}
     assert set(sites["blocks.1.norm2"].codecs[0].errors) == {"input"}
     assert "weight" not in sites["blocks.1.norm1"].codecs[0].errors
-
-
-def test_calibration_is_data(calibrated: ActivationCalibration) -> None:
-    text = json.dumps(calibrated.to_dict())
-    assert ActivationCalibration.from_dict(json.loads(text)) == calibrated
-    table = calibrated.table()
-    assert "blocks.1.mlp" in table
-    assert "blocks.1.mlp.down_proj 0." in table
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
@@ -263,8 +257,8 @@ def _calibrate_sharded(rank: int, world_size: int) -> tuple[dict, str, int, list
     run().backward()
     finite = [bool(p.grad.to_local().isfinite().all()) for p in model.parameters()]
     errors: list[dict] = [{} for _ in range(world_size)]
-    dist.all_gather_object(errors, full.to_dict()["sites"])
-    return full.to_dict(), repr(plan.policy), half - plan.measured_nbytes, finite
+    dist.all_gather_object(errors, asdict(full)["sites"])
+    return asdict(full), repr(plan.policy), half - plan.measured_nbytes, finite
 
 
 def test_sharded_ranks_decide_the_same() -> None:
