@@ -238,10 +238,8 @@ def _gradient_nbytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _workspace_nbytes(model: nn.Module, units: Sequence[str]) -> int:
-    """Gradients that exist while the first modules of the backward pass run.
-
-    Gradients of parameters outside of blocks, such as the output projection, and of one block;
-    FSDP2 holds them twice, whole.
+    """Gradients that exist while the first modules of the backward pass run: of parameters outside
+    of blocks, such as the output projection, and of one block; FSDP2 holds them twice, whole.
     """
     blocks = whole_blocks(units)
     modules = dict(model.named_modules())
@@ -350,11 +348,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def applied(
     model: nn.Module, policy: ActivationPolicy
 ) -> Iterator[dict[str, tuple[nn.Module, Site]]]:
-    """Keep activations by a policy meanwhile; install sites if the model has none.
-
-    Yields:
-        The measured sites by name.
-    """
+    """Keep activations by a policy meanwhile, and yield the measured sites by name."""
     modules = list(model.modules())
     handle = None if any(map(sites_of, modules)) else quantize_activations(model, policy)
     found = [(module, site) for module in modules for site in sites_of(module)]
@@ -386,9 +380,8 @@ def _all_recomputed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
 
 
 def measured_nbytes(model: nn.Module, run: Callable[[], Tensor]) -> int:
-    """Return the bytes that one forward pass saves as the model is now, each storage once.
-
-    Parameters and buffers do not count. Needs only the memory of a pass without gradients.
+    """Return the bytes that one forward pass saves as the model is now, parameters and buffers left
+    out.
     """
     with unchanged(model):
         return sum(tensors.nbytes for tensors in SavedByForward(model, run, {}).tensors)

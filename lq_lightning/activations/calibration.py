@@ -54,11 +54,7 @@ class SiteCalibration:
     codecs: tuple[CodecMeasurement, ...]
 
     def measurement(self, codec: str) -> CodecMeasurement:
-        """Return the measurement of a codec.
-
-        Raises:
-            ValueError: it was not a candidate.
-        """
+        """Return the measurement of a codec; raises ``ValueError`` if it was not a candidate."""
         for measurement in self.codecs:
             if measurement.codec == codec:
                 return measurement
@@ -158,8 +154,7 @@ class ActivationCalibration:
 def average_ranks(ranks: Sequence[ActivationCalibration]) -> ActivationCalibration:
     """Return means of errors and times, and maxima of bytes, over ranks.
 
-    Raises:
-        RuntimeError: the ranks measured different models.
+    Raises ``RuntimeError`` if the ranks measured different models.
     """
     for other in ranks[1:]:
         _check_alike(asdict(ranks[0]), asdict(other), "")
@@ -187,10 +182,8 @@ def _check_alike(first: Any, other: Any, key: str) -> None:
 
 
 def average_values(values: Sequence[Any]) -> Any:
-    """Return means of floats, maxima of whole numbers and the first of strings over ranks.
-
-    ``values``, one per rank, may also be dataclasses, dictionaries, lists and tuples of them, of
-    one structure.
+    """Return means of floats, maxima of whole numbers and the first of strings over ranks, also
+    inside of dataclasses, dictionaries, lists and tuples.
     """
     first = values[0]
     if is_dataclass(first):

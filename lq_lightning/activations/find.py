@@ -74,12 +74,7 @@ class Float8Layers:
     ) -> tuple[Matmul, str]:
         """Return the precision of a layer's products, and why it is not the policy's, if so.
 
-        Args:
-            kind: ``"linear"``; also for an attention that has the projections itself.
-            name: name of the layer in the model.
-            module: the layer.
-            weight: ``[O, K]``; None if it has none of its own.
-            transposed: whether the weight is ``[K, O]``.
+        ``weight`` is ``[O, K]``, or ``[K, O]`` if ``transposed``.
         """
         named = self._policy.matmul_rule(kind, name)
         if named is not None or self._policy.matmul == "native" or weight is None:
@@ -114,13 +109,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unsupported:
-    """Modules that save what they always did, or are packed by rule.
-
-    Attributes:
-        modules: names of their classes.
-        count: number of modules.
-        reason: why, and what is done instead.
-    """
+    """Modules, by class, that save what they always did or are packed by rule, and why."""
 
     modules: tuple[str, ...]
     count: int
@@ -340,11 +329,7 @@ def _unsupported(
 
 
 def find_sites(model: nn.Module, policy: ActivationPolicy) -> tuple[list[Found], list[Unsupported]]:
-    """Find what can be quantized in a model, which is not changed.
-
-    Returns:
-        Modules with the sites to install, and what is not recognized.
-    """
+    """Return the modules of a model with the sites to install, and what is not recognized."""
     finder = _Finder(model, policy)
     finder.modules()
     blocks = finder.hooks()

@@ -61,18 +61,10 @@ def run_backward(
 ) -> None:
     """Run forward, and backward down to the first of some outputs of measured sites.
 
-    Parameters get no gradients, and hooks on their accumulation notice nothing. Outputs are edges:
-    tensors would stay in memory, and with them the recomputed blocks that they are made in.
-
-    Args:
-        model: the model.
-        run: forward pass, which returns the loss.
-        outputs: where the backward pass ends; filled by ``leave``, empty afterwards.
-        leave: forward hook of measured sites; not called in recomputations.
-        enter: forward pre-hook of measured sites; likewise.
-
-    Raises:
-        RuntimeError: the loss needs no gradient.
+    Parameters get no gradients, and hooks on their accumulation notice nothing. ``enter`` and
+    ``leave`` are hooks of measured sites in the forward pass, not in recomputations; ``leave`` adds
+    ``outputs`` where the backward pass ends. Those are edges: tensors would stay in memory, and
+    with them the recomputed blocks that they are made in.
     """
     listening = True
 
@@ -117,11 +109,8 @@ def sampled_rows(x: Tensor, max_rows: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SiteGradients:
-    """Result of a site's backward.
-
-    Attributes:
-        made: gradients by name, ``"input"`` and ``"weight"`` of a norm, ``"gate"`` and ``"up"``.
-        output: ``[R, N]``, by which the linear layers behind the site multiply ``dy``.
+    """Gradients by name, ``"input"`` and ``"weight"`` of a norm, ``"gate"`` and ``"up"`` of an MLP,
+    and the output ``[R, N]``, by which the linear layers behind the site multiply ``dy``.
     """
 
     made: dict[str, Tensor]
@@ -146,11 +135,8 @@ def _output(site: Site, tensors: SiteTensors) -> Tensor:
 def exact_gradients(site: Site, tensors: SiteTensors, dy: Tensor) -> SiteGradients:
     """Return the gradients that a norm, an activation function or an MLP makes without codes.
 
-    Args:
-        site: the site.
-        tensors: rows ``[R, N]``: ``x`` of a norm, with its ``weight`` and ``bias``, or of an
-            activation function; ``gate`` and ``up`` of an MLP.
-        dy: ``[R, N]``, the gradient of the output.
+    ``tensors`` are rows ``[R, N]``: ``x`` of a norm, with its ``weight`` and ``bias``, or of an
+    activation function; ``gate`` and ``up`` of an MLP. ``dy`` is the gradient of the output.
     """
     leaves = {
         name: t.detach().requires_grad_()
@@ -199,16 +185,11 @@ def coded_gradients(
 
 @dataclass(kw_only=True, slots=True)
 class _Record:
-    """One call of a site, until its backward.
+    """One call of a site, until its backward: codecs to measure, sampled rows of its inputs, and by
+    name of a linear layer behind it sampled rows of the gradient of that layer's output.
 
-    Attributes:
-        site: the called site.
-        codecs: codecs to measure.
-        unwanted: gradients of a norm that nothing asks for.
-        tensors: sampled rows of ``x``, or ``gate`` and ``up``; weight and bias of a norm.
-        is_watched: whether the gradient of the output is waited for.
-        readers: by name of a linear layer, sampled rows of the gradient of its output.
-        heard: names of these layers, known since the forward pass.
+    ``unwanted`` are gradients of a norm that nothing asks for, ``heard`` layers known since
+    forward.
     """
 
     site: Site

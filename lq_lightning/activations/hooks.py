@@ -63,8 +63,8 @@ class WeightStorages:
         """Return whether a tensor is a weight, a view of one, or a cast of one.
 
         FSDP2 hands modules parameters whose storage it frees after forward: those are parameters,
-        or views whose base is one, but at other addresses than before. Autocast's copies are new
-        tensors without a base; their graph node tells.
+        or views whose base is one, at other addresses than before. Autocast's copies are new
+        tensors; their graph node tells.
         """
         if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
             return True
@@ -75,14 +75,9 @@ class WeightStorages:
 
 @dataclass(slots=True)
 class Regions:
-    """Operators of a checkpointed layer, as far as they were watched.
-
-    Attributes:
-        continuous: number of graph nodes of each watched forward; a forward with another number
-            has other operators.
-        exact: why the input is kept exactly from now on; empty if it is not.
-        watch: whether to watch the next forward.
-        watched: number of watched forwards.
+    """Operators of a checkpointed layer, as far as they were watched: the numbers of graph nodes of
+    watched forwards, since a forward with another number has other operators, and why the input is
+    kept exactly from now on, if it is.
     """
 
     continuous: set[int] = field(default_factory=set)
@@ -152,11 +147,7 @@ class _Saved:
         self.message: Any = None
 
     def value(self) -> Tensor:
-        """The tensor itself.
-
-        Raises:
-            RuntimeError: it was changed since it was saved, as torch would say.
-        """
+        """The tensor itself; raises as torch would if it was changed since it was saved."""
         if self.tensor is None:
             raise AssertionError("a saved tensor that a message stands for")
         if version_of(self.tensor) != self.version:

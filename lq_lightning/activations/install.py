@@ -47,10 +47,8 @@ def check_rules(
 ) -> None:
     """Refuse rules without effect: a pattern with a typo must not pass for a setting.
 
-    Raises:
-        ValueError: a rule matches no module, or only modules that save no activation of their own,
-            such as a block whose norms and projections should be named, or only other kinds. A rule
-            that only sets ``matmul`` may name any module.
+    A rule that only sets ``matmul`` may name any module; any other has to name modules that save an
+    activation of their own, of its kind.
     """
     if not policy.rules:
         return

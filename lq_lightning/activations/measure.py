@@ -32,13 +32,10 @@ _MARK = "_lq_calibrated_site"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """A storage that autograd keeps.
+    """A storage that autograd keeps as long as one view of it is saved, with dtype and shape of the
+    first.
 
-    Attributes:
-        nbytes: size of the whole storage, which stays as long as one view of it is kept.
-        dtype: dtype of the first tensor that was saved in it.
-        shape: shape of that tensor.
-        module: module whose forward saved it, ``""`` for the root; None outside of all.
+    ``module`` is the module whose forward saved it, ``""`` for the root; None outside of all.
     """
 
     nbytes: int
@@ -112,12 +109,9 @@ class SavedTensors:
 
 @dataclass(slots=True)
 class CodeMeter(Observer):
-    """Counts the codes that this process keeps.
+    """Counts the codes that this process keeps, and the values that they represent.
 
-    Attributes:
-        nbytes: bytes of all codes so far.
-        values: number of values that these codes represent.
-        measure: whether to decode each code again and sum up its errors, too.
+    ``measure`` makes it decode each code again and sum up its errors, too.
     """
 
     nbytes: int = 0
@@ -220,13 +214,8 @@ class SavedByForward:
     """What one forward pass with gradients saves with the present codecs, and why.
 
     The forward pass is a real one, but saved tensors are dropped at once: it needs only the memory
-    of a pass without gradients.
-
-    Args:
-        model: the model.
-        run: the forward pass.
-        units: modules that could be recomputed, by name: inputs that they would keep are listed
-            under ``input_of``.
+    of a pass without gradients. ``units`` are modules that could be recomputed, by name: inputs
+    that they would keep are listed under ``input_of``.
 
     Attributes:
         shapes: inputs of the sites that took part, by name.

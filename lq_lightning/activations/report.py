@@ -44,11 +44,11 @@ _NOTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportRow:
-    """One kind of module.
+    """One kind of module: ``"norm"``, ``"MLP"``, ``"activation"``, ``"linear"``, ``"attention"``,
+    ``"checkpoint"``, ``"other"``, or the name of a class.
 
     Attributes:
-        kind: ``"norm"``, ``"MLP"``, ``"activation"``, ``"linear"``, ``"attention"``,
-            ``"checkpoint"``, ``"other"``, or the name of a class.
+        kind: the kind.
         count: number of modules.
         before: bytes that they saved: per token, or in all where it was measured. None if it cannot
             be told without running the model.
@@ -73,8 +73,7 @@ class ActivationReport:
 
     Attributes:
         rows: rows by kind of module.
-        unsupported: modules that are not recognized, and linear layers without FP8 products, by
-            name.
+        unsupported: modules that are not recognized, and linear layers without FP8 products.
         measured: whether bytes were counted in a forward, not derived per token.
     """
 

@@ -192,14 +192,10 @@ class _Operators(OperatorMode):
 class Trace:
     """One run.
 
-    Args:
-        dtype: dtype of the input.
-        norms: functions of torch whose calls are recorded.
-        knows_width: whether every input has the last dimension of this run's input.
-        autocast: run under autocast to bf16.
+    ``knows_width`` says whether every input has the last dimension of this run's input.
 
     Attributes:
-        functional: whether one of ``norms`` was called.
+        functional: whether one of the functions of torch in ``norms`` was called.
         calls: argument, a leaf, and its copy, the result, of each stand-in for a projection.
         paused: whether code other than the module's is running.
     """
@@ -305,12 +301,8 @@ class Trace:
     def run(self, function: Callable[[Tensor], Any], x: Tensor) -> tuple[Tensor, Formula]:
         """Run the code on an input; return its output and the formula of that.
 
-        Args:
-            function: the code.
-            x: its input; other tensors that it may use were given to ``add``.
-
-        Raises:
-            NotKnown: it does something unknown.
+        Raises ``NotKnown`` if it does something unknown. Other tensors it may use were given to
+        ``add``.
         """
         self.add(x, atom("input"))
         autocast = torch.autocast("cpu", dtype=torch.bfloat16) if self.autocast else nullcontext()
@@ -412,12 +404,9 @@ def _probed(cls: Any, *before: type) -> type:
 
 
 class Probe:
-    """A stand-in for a module and its submodules.
+    """A stand-in for a module and its submodules, which have no parameters.
 
-    Args:
-        module: the module.
-        parameters: parameters of the stand-in, by name; submodules have none.
-        widths: output widths of its projections, by name; None means the width of its input.
+    ``widths`` are the output widths of its projections; None means the width of the input.
 
     Attributes:
         trace: trace of the current run.

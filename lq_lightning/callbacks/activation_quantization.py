@@ -51,11 +51,7 @@ _COMPILED_BEFORE = 16  # variants for evaluation, other shapes, and before the c
 
 
 class _RecipeAdaptation:
-    """One choice of bits per ``fit``, saved in checkpoints; arguments are those of the callback.
-
-    Raises:
-        ValueError: ``adapt`` is not a bound, True or False, or there is a budget as well.
-    """
+    """One choice of bits per ``fit``, saved in checkpoints; arguments are those of the callback."""
 
     def __init__(self, owner: str, recipe: Any, budget: Any, adapt: bool | float | None) -> None:
         if adapt is None:
