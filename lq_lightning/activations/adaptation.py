@@ -259,15 +259,12 @@ class Adaptation(Observer):
     @property
     def expected(self) -> float:
         """Expected relative error of all gradients together with the measured codes."""
-        return self._expected({})
+        return math.sqrt(math.fsum(expected_errors(self.sites).values()))
 
     @property
     def chosen(self) -> float:
         """Expected relative error with the chosen codes."""
-        return self._expected(self.bits)
-
-    def _expected(self, bits: Mapping[str, int]) -> float:
-        errors = expected_errors(self.sites)
+        errors, bits = expected_errors(self.sites), self.bits
         shrunk = (errors[s.name] * 4.0 ** (s.bits - bits.get(s.name, s.bits)) for s in self.sites)
         return math.sqrt(math.fsum(shrunk))
 

@@ -189,7 +189,8 @@ def average_values(values: Sequence[Any]) -> Any:
     if is_dataclass(first):
         names = [each.name for each in fields(first)]
         means = [average_values([getattr(value, name) for value in values]) for name in names]
-        return type(first)(**dict(zip(names, means, strict=True)))
+        kind: Any = type(first)
+        return kind(**dict(zip(names, means, strict=True)))
     if isinstance(first, dict):
         return {name: average_values([value[name] for value in values]) for name in first}
     if isinstance(first, (list, tuple)):

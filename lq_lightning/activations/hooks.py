@@ -46,8 +46,6 @@ _ROW = 128
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_WATCHED = 4
 
-_View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset
-
 T = TypeVar("T")
 _FUNCTION = "_gradient_checkpointing_func"
 
@@ -104,8 +102,10 @@ class Regions:
         return is_known
 
 
-def _flat(codes: Codes, rows: int, dtype: torch.dtype, message: Tensor) -> Tensor:
-    return codes.rebuild((message,), rows, dtype).view(-1)
+def _decoded(codes: Codes, rows: int, dtype: torch.dtype, view: Any, message: Tensor) -> Tensor:
+    """A view, ``(shape,)`` or ``(shape, strides, offset)``, of the values of a message."""
+    flat = codes.rebuild((message,), rows, dtype).view(-1)
+    return flat.view(*view) if len(view) == 1 else flat.as_strided(*view)
 
 
 def _from_bits(sides: Sides, like: tuple[torch.Size, torch.dtype], message: Tensor) -> Tensor:
@@ -238,18 +238,15 @@ class _Packer:
 
     def _encode(self, coded: list[_Saved], whole: Tensor | None) -> None:
         """Encode the tensors of one storage: all of it, or each part by itself."""
-        made: dict[Any, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+        made: dict[Any, tuple[Tensor, Callable[..., Tensor]]] = {}
         for saved in coded:
             tensor = saved.value()
             view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             key = view if whole is None else None
             if key not in made:
                 made[key] = self._code(tensor if whole is None else whole, whole=whole is not None)
-            message, flat = made[key]
-            if whole is None:
-                decode = partial(_contiguous, flat, tensor.shape)
-            else:
-                decode = partial(_strided, flat, view)
+            message, decoded = made[key]
+            decode = partial(decoded, view if whole is not None else (tensor.shape,))
             saved.become(self._outside(message), decode)
 
     def _encode_sides(self, saved: _Saved, sides: Sides) -> None:
@@ -261,19 +258,19 @@ class _Packer:
         tensor = saved.value()
         with torch.no_grad():
             values = norm.forward(tensor)
-        message, flat = self._code(values, whole=True)
+        message, decoded = self._code(values, whole=True)
         view, dtype = (values.shape, values.stride(), 0), tensor.dtype
 
         def decode(message: Tensor) -> Tensor:
-            return norm.inverse(flat(message).as_strided(*view)).to(dtype)
+            return norm.inverse(decoded(view, message)).to(dtype)
 
         saved.become(self._outside(message), decode)
 
     def _outside(self, message: Tensor) -> Any:
         return message if self.outer is None else self.outer[0](message)
 
-    def _code(self, tensor: Tensor, *, whole: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """A message of a tensor, or of its whole storage, and what makes flat values from it."""
+    def _code(self, tensor: Tensor, *, whole: bool) -> tuple[Tensor, Callable[..., Tensor]]:
+        """A message of a tensor, or of its whole storage, and ``_decoded`` for it."""
         with torch.no_grad():
             values = tensor.detach()
             values = values.as_strided((values.numel(),), (1,), 0) if whole else values.reshape(-1)
@@ -283,17 +280,16 @@ class _Packer:
         if message is None:
             raise AssertionError("a matrix is rebuilt from its message")
         rows = values.numel() // width
-        return message, partial(_flat, source.codes, rows, tensor.dtype)
+        return message, partial(_decoded, source.codes, rows, tensor.dtype)
 
     def unpack(self, packed: Any) -> Tensor:
         tensor: Tensor
-        if not isinstance(packed, _Saved):
-            tensor = packed if self.outer is None else self.outer[1](packed)
-            return tensor
-        if packed.tensor is not None:
+        if isinstance(packed, _Saved) and packed.tensor is not None:
             return packed.value()
-        message = packed.message if self.outer is None else self.outer[1](packed.message)
-        tensor = message if packed.decode is None else packed.decode(message)
+        message = packed.message if isinstance(packed, _Saved) else packed
+        tensor = message if self.outer is None else self.outer[1](message)
+        if isinstance(packed, _Saved) and packed.decode is not None:
+            return packed.decode(tensor)
         return tensor
 
 
@@ -307,14 +303,6 @@ def _is_worth_it(saved: _Saved) -> bool:
     tensor = saved.value()
     wide = tensor.numel() >= _MIN_NUMEL and tensor.shape[-1] >= _MIN_WIDTH
     return wide and tensor.nbytes <= tensor.untyped_storage().nbytes()
-
-
-def _contiguous(flat: Callable[[Tensor], Tensor], shape: torch.Size, message: Tensor) -> Tensor:
-    return flat(message).view(shape)
-
-
-def _strided(flat: Callable[[Tensor], Tensor], view: _View, message: Tensor) -> Tensor:
-    return flat(message).as_strided(*view)
 
 
 def _as_is(value: Any) -> Any:

@@ -557,7 +557,7 @@ class HookSite(Site):
     regions: Regions = field(default_factory=Regions)
 
     @override
-    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         wanted = self.enabled and torch.is_grad_enabled()
         if self.kind == "checkpoint":
             wanted = wanted and module.training and is_checkpointed(module)
