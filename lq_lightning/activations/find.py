@@ -46,7 +46,7 @@ _HARMLESS = (
 _LOSS_NAME = re.compile(r"loss|rotary|position", re.IGNORECASE)
 
 
-class Float8Layers:
+class _Float8Layers:
     """Chooses the precision of products where a policy asks for FP8 without naming layers.
 
     As is usual in FP8 training (torchao's and NeMo's documentation recommend filters like these):
@@ -64,21 +64,15 @@ class Float8Layers:
         self._tokens = max((table.num_embeddings for table in tables), default=0)
 
     def matmul(
-        self,
-        kind: SiteKind,
-        name: str,
-        module: nn.Module,
-        weight: Tensor | None,
-        *,
-        transposed: bool = False,
+        self, name: str, module: nn.Module, weight: Tensor | None, *, transposed: bool = False
     ) -> tuple[Matmul, str]:
         """Return the precision of a layer's products, and why it is not the policy's, if so.
 
         ``weight`` is ``[O, K]``, or ``[K, O]`` if ``transposed``.
         """
-        named = self._policy.matmul_rule(kind, name)
-        if named is not None or self._policy.matmul == "native" or weight is None:
-            return self._policy.matmul_of(kind, name), ""
+        named, usual = self._policy.matmul_rule("linear", name), self._policy.matmul
+        if named is not None or usual == "native" or weight is None:
+            return named or usual, ""
         rows, columns = weight.shape[:: -1 if transposed else 1]
         if id(weight) in self._tables or rows == self._tokens > columns:
             return "native", "predicts tokens"
@@ -86,13 +80,14 @@ class Float8Layers:
             return "native", "outside of the repeated blocks"
         if rows % _MULTIPLE or columns % _MULTIPLE:
             return "native", f"dimensions are no multiples of {_MULTIPLE}"
-        return self._policy.matmul, ""
+        return usual, ""
 
     def follow(self, kind: SiteKind, name: str, module: nn.Module) -> bool:
         """Return whether FP8 products are expected behind a norm, activation function or MLP."""
-        if self._policy.matmul_of(kind, name) == "native":
+        named = self._policy.matmul_rule(kind, name)
+        if (named or self._policy.matmul) == "native":
             return False
-        return self._policy.matmul_rule(kind, name) is not None or self._is_inside(module)
+        return named is not None or self._is_inside(module)
 
     def _is_inside(self, module: nn.Module) -> bool:
         """Whether a module is in a block; all are, if nothing in the model is repeated."""
@@ -120,7 +115,7 @@ class _Finder:
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
         self.policy = policy
         self.model = model
-        self.float8 = Float8Layers(model, policy)
+        self.float8 = _Float8Layers(model, policy)
         self.recognizer = Recognizer()
         self.found: dict[int, Found] = {}  # by module
         self.functions: list[Found] = []
@@ -153,14 +148,8 @@ class _Finder:
         projections = [part for key, part in module.named_children() if key in names]
         inside.update({id(m) for m in module.modules()})
         inside.difference_update(id(m) for part in projections for m in part.modules())
-        site = MLPSite(
-            activation=function,
-            gate=gate,
-            up=up,
-            down=down,
-            **self._fields("activation", name, module, match.proof),
-        )
-        self.add(module, site)
+        fields = self._fields("activation", name, module, match.proof)
+        self.add(module, MLPSite(activation=function, gate=gate, up=up, down=down, **fields))
         return True
 
     def _fields(
@@ -180,12 +169,13 @@ class _Finder:
         if self.recognizer.linear(module):
             transposed = type(module).forward is not nn.Linear.forward
             values: Any = module.weight
-            matmul, native = self.float8.matmul(
-                "linear", name, module, values, transposed=transposed
-            )
-            codec = self.policy.codec("linear", name)
+            matmul, native = self.float8.matmul(name, module, values, transposed=transposed)
             return LinearSite(
-                name=name, codec=codec, transposed=transposed, matmul=matmul, native=native
+                name=name,
+                codec=self.policy.codec("linear", name),
+                transposed=transposed,
+                matmul=matmul,
+                native=native,
             )
         if (match := self.recognizer.activation(module)) is not None:
             fields = self._fields("activation", name, module, match.proof)
@@ -225,7 +215,7 @@ class _Finder:
                 self._hook(name, module, "checkpoint")
             elif _is_multihead(module):
                 weight: Any = module.in_proj_weight
-                matmul, _ = self.float8.matmul("linear", name, module, weight)
+                matmul, _ = self.float8.matmul(name, module, weight)
                 self.add(
                     module, MultiheadSite(name=name, codec=None, kind="attention", matmul=matmul)
                 )

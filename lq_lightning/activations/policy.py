@@ -257,10 +257,6 @@ class ActivationPolicy:
         rule = self._rule(name, kind)
         return None if rule is None else rule.matmul
 
-    def matmul_of(self, kind: SiteKind, name: str) -> Matmul:
-        """Return the precision of products that the policy asks for; see ``Float8Layers``."""
-        return self.matmul_rule(kind, name) or self.matmul
-
 
 def is_worth_a_code(codec: CodecSpec, numel: int) -> bool:
     """Return whether a code of rows of ``numel`` values is no larger than they are in bf16:

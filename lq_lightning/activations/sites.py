@@ -320,7 +320,7 @@ class Site(Attached):
         """
         if torch.compiler.is_compiling() or self.proof is None:
             return True
-        if self.proof.holds() and not (has_global_hooks() and self.proof.leaves_out_modules):
+        if self.proof.holds() and not (self.proof.leaves_out_modules and has_global_hooks()):
             return True
         if not self.doubted:
             self.doubted = True

@@ -73,10 +73,7 @@ class _RecipeAdaptation:
         self._measuring: Adaptation | None = None
         self._tries = 0
         self._bits: dict[str, int] | None = None
-        self._batch, self._fit = (
-            ExitStack(),
-            ExitStack(),
-        )  # contexts of the measured batch, and of the fit
+        self._batch, self._fit = ExitStack(), ExitStack()  # contexts of the measured batch, the fit
 
     def stop(self) -> None:
         """Stop measuring; the choice stays, for checkpoints."""
@@ -142,8 +139,8 @@ class _RecipeAdaptation:
             self._batch.close()
             self._tries += 1
             if adaptation.reason and self._tries < _TRIES:
-                again = Adaptation(max_error=self._max_error, model_sites=adaptation.model_sites)
-                self._measuring = again
+                sites = adaptation.model_sites
+                self._measuring = Adaptation(max_error=self._max_error, model_sites=sites)
                 return
             self._bits = adaptation.bits
             self._allow_variants()

@@ -22,6 +22,7 @@ from lq_lightning.activations import (
     quantize_activations,
 )
 from lq_lightning.activations.gradient_errors import run_backward
+from lq_lightning.activations.sites import Site
 
 
 def build(dtype: torch.dtype = torch.float32, **options: float) -> tuple[SmallLlama, Callable]:
@@ -169,30 +170,23 @@ def test_only_what_blocks_keep_is_held_meanwhile() -> None:
         gc.enable()
 
 
-def test_a_quantized_model_keeps_its_codecs() -> None:
+@pytest.mark.parametrize("how", ["quantized", "compiled"])
+def test_quantized_and_compiled_models_are_measured_as_others(
+    calibrated: ActivationCalibration, how: str
+) -> None:
     model, run = build()
-    handle = quantize_activations(model, "agoq")
-    before = [site.codec for site in handle.sites]
-    quantized = calibrate_activations(model, run, ("int4",))
-    assert [site.codec for site in handle.sites] == before
-    handle.remove()
-    plain = calibrate_activations(model, run, ("int4",))
-    assert [s.codecs[0].errors for s in quantized.sites if s.codecs] == [
-        s.codecs[0].errors for s in plain.sites if s.codecs
-    ]
-    assert quantized.tensors == plain.tensors
-
-
-def test_compiled_blocks_are_measured_as_eager_ones() -> None:
-    model, run = build()
-    eager = calibrate_activations(model, run, ("int4",))
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    compiled = calibrate_activations(model, run, ("int4",))
-    assert compiled.tensors == eager.tensors
-    assert [s.codecs[0].errors for s in compiled.sites if s.codecs] == [
-        s.codecs[0].errors for s in eager.sites if s.codecs
-    ]
+    sites: list[Site] = []
+    if how == "quantized":
+        sites = quantize_activations(model, "agoq").sites
+    else:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    before = [site.codec for site in sites]
+    found = calibrate_activations(model, run, ("int4", "int8"))
+    assert [site.codec for site in sites] == before
+    assert found.tensors == calibrated.tensors
+    for site, expected in zip(found.sites, calibrated.sites, strict=True):
+        assert [c.errors for c in site.codecs] == [c.errors for c in expected.codecs]
 
 
 def test_frozen_weights_have_no_errors() -> None:
