@@ -27,11 +27,8 @@ class UnknownFormula(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A function that is not taken apart.
-
-    Attributes:
-        name: its name.
-        argument: a formula, or another value that tells it from atoms of the same name.
+    """A function that is not taken apart, of a formula or of another value that tells it from
+    others.
     """
 
     name: str
@@ -46,10 +43,9 @@ class Atom:
 
 
 class Formula:
-    """A sum of products. Immutable; equal if no coefficient differs by more than a millionth.
+    """A sum of products, sets of atoms with exponents, by coefficient.
 
-    Args:
-        terms: coefficients by products, which are sets of atoms with their exponents.
+    Immutable; equal if no coefficient differs by more than a millionth.
     """
 
     __slots__ = ("key", "terms")

@@ -60,12 +60,8 @@ class _Copied(Attached):
 
 @dataclass(slots=True)
 class _Binding(Attached):
-    """The bound forwards of a module.
-
-    Attributes:
-        module: the module.
-        previous: for each bound forward, the instance's own forward before it.
-        keys: keys of the module's dictionary that those forwards need.
+    """The bound forwards of a module: for each the instance's own forward before it, and the key of
+    the module's dictionary that it needs.
     """
 
     module: nn.Module

@@ -320,13 +320,8 @@ def allocate(
 ) -> Allocation | None:
     """Choose codecs and recomputation of least cost within a budget; None if nothing fits.
 
-    Args:
-        calibration: measured costs.
-        nbytes: budget for the peak; full precision for all if that fits.
-        time_weight: see ``MemoryBudget``.
-        recompute: whether modules may be recomputed.
-        at_loss_nbytes: memory that is needed beside all that is kept while the loss is computed,
-            and is free again when a module is recomputed.
+    ``at_loss_nbytes`` is memory that is needed beside all that is kept while the loss is computed,
+    and is free again when a module is recomputed.
     """
     step = max(1, nbytes // _STEPS)
     costs = _Costs(calibration, time_weight)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -18,21 +20,20 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.foundation.nested import tensors_in
-from lq_lightning.kernels.activation import (
-    activation_backward,
-    activation_dequantize,
-    activation_quantize,
-)
 from lq_lightning.kernels.message.matrix import matrix_shape
-from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
 
-from .accounting import SavedByForward, SiteShape, account, forward_times, is_measured, now
-from .calibration import ActivationCalibration, CodecMeasurement, SiteCalibration, UnitCalibration
+from .calibration import (
+    ActivationCalibration,
+    CodecMeasurement,
+    SiteCalibration,
+    UnitCalibration,
+    average_ranks,
+)
 from .functions import encode_source
-from .gradient_errors import gradient_errors, run_backward
+from .gradient_errors import coded_gradients, exact_gradients, gradient_errors, run_backward
 from .install import quantize_activations
+from .measure import SavedByForward, SiteShape, is_measured
 from .policy import CODECS, ActivationPolicy, ActivationRule, fit_codec
-from .recognize import ACTIVATIONS
 from .recompute import (
     find_recompute_units,
     install_recomputation,
@@ -49,16 +50,53 @@ CANDIDATES = ("int4", "int4_hadamard", "int5", "int6", "int8")
 FULL_PRECISION = ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
 
 
+def _now(device: torch.device) -> float:
+    """Time in seconds, once a GPU has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _forward_times(
+    run: Callable[[], Tensor], units: Mapping[str, nn.Module]
+) -> tuple[dict[str, float], float]:
+    """Seconds of the forward pass of each module, and of all: the faster of two passes.
+
+    ``run`` has run before, so that nothing is compiled or tuned any more.
+    """
+    times = dict.fromkeys(units, float("inf"))
+    total, starts = float("inf"), dict.fromkeys(units, 0.0)
+    device = next(
+        (p.device for unit in units.values() for p in unit.parameters()), torch.device("cpu")
+    )
+    with ExitStack() as hooks, torch.no_grad():
+        for name, unit in units.items():
+
+            def start(*_: Any, name: str = name) -> None:
+                starts[name] = _now(device)
+
+            def stop(*_: Any, name: str = name) -> None:
+                times[name] = min(times[name], _now(device) - starts[name])
+
+            hooks.enter_context(unit.register_forward_pre_hook(start))
+            hooks.enter_context(unit.register_forward_hook(stop))
+        for _ in range(2):
+            begin = _now(device)
+            run()
+            total = min(total, _now(device) - begin)
+    return times, total
+
+
 def _fastest(run: Callable[[], Any], device: torch.device) -> float:
     best = float("inf")
     for _ in range(_REPEATS + 1):  # the first compiles
-        start = now(device)
+        start = _now(device)
         run()
-        best = min(best, now(device) - start)
+        best = min(best, _now(device) - start)
     return best
 
 
-class SiteTimer:
+class _SiteTimer:
     """Times codes against keeping tensors, on random values of a site's shapes; equal sites once.
 
     Compared are forward and backward of the module as it is, run eagerly, and of the operators that
@@ -82,91 +120,59 @@ class SiteTimer:
             key = (*facts, choice)
             if key not in self._times:
                 x = torch.randn(rows, shape.numel, dtype=shape.dtype, device=shape.device)
-                with torch.autocast(shape.device.type, enabled=False):
-                    run = self._run(module, site, x, choice, bool(shape.readers))
+                with torch.autocast(shape.device.type, enabled=False), torch.no_grad():
+                    run = _step_of(module, site, x, choice, bool(shape.readers))
                     self._times[key] = 0.0 if run is None else _fastest(run, shape.device)
             times.append(self._times[key])
         return (times[1] - times[0]) * shape.rows / max(1, rows)
-
-    @staticmethod
-    def _run(
-        module: nn.Module, site: Site, x: Tensor, codec: str | None, read: bool
-    ) -> Callable[[], Any] | None:
-        format = ""
-        if codec is not None:
-            format = str(fit_codec(CODECS[codec], x.shape[-1]).message_format)
-        if isinstance(site, NormSite):
-            return _norm_run(module, site, x, format, read)
-        if isinstance(site, (ActivationSite, MLPSite)):
-            return _activation_run(site, x, format, read)
-        if isinstance(site, LinearSite) and format:
-            rows = x.numel() // x.shape[-1]
-            return lambda: (s := encode_source(x, format)).codes.rebuild(s.tensors, rows, x.dtype)
-        return None
-
-
-def _forward_backward(run: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Any]:
-    def both() -> None:
-        with torch.enable_grad():
-            y = run(*inputs)
-        torch.autograd.grad(y, inputs, y.detach())
-
-    return both
-
-
-def _norm_run(
-    module: nn.Module, site: NormSite, x: Tensor, format: str, read: bool
-) -> Callable[[], Any]:
-    values = {
-        key: nn.Parameter(torch.ones(x.shape[-1:], dtype=p.dtype, device=x.device))
-        for key, p in module.named_parameters(recurse=False)
-    }
-    if not format:
-        # not `copy.copy`: FSDPModule's `__new__` makes an instance of the unsharded class
-        probe: nn.Module = object.__new__(type(module))
-        probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
-        probe.__dict__["_parameters"] = {**dict.fromkeys(("weight", "bias")), **values}
-        return _forward_backward(
-            lambda x, *_: type(module).forward(probe, x), x.requires_grad_(), *values.values()
-        )
-    weight, bias = (None if key is None else values[key] for key in (site.weight, site.bias))
-    kind = site.layer.kind
-
-    def both() -> None:
-        y, rstd, message, _ = norm_quantize(
-            x, weight, bias, site.layer.eps, kind, format, x.dtype, site.amax
-        )
-        if read:
-            norm_dequantize(
-                message, rstd, weight, bias, x.shape[-1], kind, format, x.dtype, x.dtype
-            )
-        norm_backward(message, rstd, y, weight, kind, format, x.dtype, weight is not None)
-
-    return torch.no_grad()(both)
 
 
 def _is_gated(site: Site) -> bool:
     return isinstance(site, MLPSite) and site.up is not None
 
 
-def _activation_run(
-    site: ActivationSite | MLPSite, x: Tensor, format: str, read: bool
-) -> Callable[[], Any]:
-    name, up = site.activation, x.clone() if _is_gated(site) else None
+def _step_of(
+    module: nn.Module, site: Site, x: Tensor, codec: str | None, read: bool
+) -> Callable[[], Any] | None:
+    """What a site computes in a step, with a code or without; None if that is nothing."""
+    numel = x.shape[-1]
+    format = "" if codec is None else str(fit_codec(CODECS[codec], numel).message_format)
+    if isinstance(site, LinearSite):
+        rows = x.numel() // numel
+        if not format:
+            return None
+        return lambda: (s := encode_source(x, format)).codes.rebuild(s.tensors, rows, x.dtype)
+    gated = {"gate": x, "up": x.clone()}
+    tensors: dict[str, Tensor | None] = dict(gated if _is_gated(site) else {"x": x})
+    if isinstance(site, NormSite):
+        ones = {
+            key: torch.ones(numel, dtype=p.dtype, device=x.device)
+            for key, p in module.named_parameters(recurse=False)
+        }
+        if not format:
+            return _own_norm(module, x, ones)
+        tensors["weight"] = None if site.weight is None else ones[site.weight]
+        tensors["bias"] = None if site.bias is None else ones[site.bias]
     if not format:
-        if up is None:
-            return _forward_backward(ACTIVATIONS[name], x.requires_grad_())
-        return _forward_backward(
-            lambda gate, up: ACTIVATIONS[name](gate) * up, x.requires_grad_(), up.requires_grad_()
-        )
+        return lambda: exact_gradients(site, tensors, x)
+    return lambda: coded_gradients(site, tensors, x, format, rebuild=read)
+
+
+def _own_norm(module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> Callable[[], Any]:
+    """Forward and backward of a norm's own code, with other parameters."""
+    leaves = {name: nn.Parameter(value) for name, value in values.items()}
+    # not `copy.copy`: FSDPModule's `__new__` makes an instance of the unsharded class
+    probe: nn.Module = object.__new__(type(module))
+    probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
+    probe.__dict__["_parameters"] = {**dict.fromkeys(("weight", "bias")), **leaves}
+    x = x.detach().requires_grad_()
 
     def both() -> None:
-        y, message, up_message, _ = activation_quantize(x, up, name, format, site.amax)
-        if read:
-            activation_dequantize(message, up_message, *x.shape, name, format, x.dtype)
-        activation_backward(message, up_message, y, name, format, False)
+        with torch.enable_grad():
+            y = type(module).forward(probe, x)
+        torch.autograd.grad(y, (x, *leaves.values()), y.detach())
 
-    return torch.no_grad()(both)
+    return both
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,12 +218,8 @@ def _expected(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> floa
     return _stored_nbytes(list(same.state.values())) / probe.numel()
 
 
-def state_nbytes(optimizers: Sequence[Optimizer]) -> int:
-    """Return the bytes of optimizer states that do not exist yet, on this rank.
-
-    Raises:
-        RuntimeError: an optimizer cannot be asked.
-    """
+def _state_nbytes(optimizers: Sequence[Optimizer]) -> int:
+    """Bytes of optimizer states that do not exist yet, on this rank."""
     total = 0.0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -236,10 +238,8 @@ def _gradient_nbytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _workspace_nbytes(model: nn.Module, units: Sequence[str]) -> int:
-    """Gradients that exist while the first modules of the backward pass run.
-
-    Gradients of parameters outside of blocks, such as the output projection, and of one block;
-    FSDP2 holds them twice, whole.
+    """Gradients that exist while the first modules of the backward pass run: of parameters outside
+    of blocks, such as the output projection, and of one block; FSDP2 holds them twice, whole.
     """
     blocks = whole_blocks(units)
     modules = dict(model.named_modules())
@@ -269,7 +269,7 @@ def other_memory(
     states that do not exist yet come on top. On a CPU, which counts nothing, weights, buffers,
     gradients and states are added up. ``model`` is in full precision.
     """
-    states = state_nbytes(optimizers)
+    states = _state_nbytes(optimizers)
     gradients = _gradient_nbytes(model.parameters())
     device = next(model.parameters()).device
     if device.type != "cuda":
@@ -297,28 +297,34 @@ def _peaks(
 ) -> tuple[int, int]:
     """Peaks of allocated memory before and after the first block runs backwards."""
     readings: list[int] = []
+    outputs: list[GradientEdge] = []
 
     def read(_: Tensor) -> None:
         if not readings:
             readings.append(torch.cuda.max_memory_allocated(device))
             torch.cuda.reset_peak_memory_stats(device)
 
+    def leave(module: nn.Module, args: Any, output: Tensor) -> None:
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(read)  # type: ignore[no-untyped-call]
+            outputs.append(get_gradient_edge(output))
+
     with _all_recomputed(model, blocks):
         torch.cuda.reset_peak_memory_stats(device)
-        run_backward(model, run, read)
+        run_backward(model, run, outputs, leave)
         readings.append(torch.cuda.max_memory_allocated(device))
     return readings[0], readings[-1]
 
 
-def code_nbytes(site: Site, codec: CodecSpec, shape: SiteShape) -> int:
-    """Return the bytes that a site keeps with a codec: messages, and an fp32 per row of a norm."""
+def _code_nbytes(site: Site, codec: CodecSpec, shape: SiteShape) -> int:
+    """Bytes that a site keeps with a codec: messages, and an fp32 per row of a norm."""
     format = fit_codec(codec, shape.numel).message_format
     calls = max(1, shape.calls)
     count, numel = matrix_shape(format, shape.rows // calls, shape.numel)
     nbytes = calls * count * format.layout(numel).nbytes
     if isinstance(site, NormSite):
         return nbytes + 4 * shape.rows
-    return 2 * nbytes if isinstance(site, MLPSite) and site.up is not None else nbytes
+    return 2 * nbytes if _is_gated(site) else nbytes
 
 
 @contextmanager
@@ -342,11 +348,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def applied(
     model: nn.Module, policy: ActivationPolicy
 ) -> Iterator[dict[str, tuple[nn.Module, Site]]]:
-    """Keep activations by a policy meanwhile; install sites if the model has none.
-
-    Yields:
-        The measured sites by name.
-    """
+    """Keep activations by a policy meanwhile, and yield the measured sites by name."""
     modules = list(model.modules())
     handle = None if any(map(sites_of, modules)) else quantize_activations(model, policy)
     found = [(module, site) for module in modules for site in sites_of(module)]
@@ -378,12 +380,11 @@ def _all_recomputed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
 
 
 def measured_nbytes(model: nn.Module, run: Callable[[], Tensor]) -> int:
-    """Return the bytes that one forward pass saves as the model is now, each storage once.
-
-    Parameters and buffers do not count. Needs only the memory of a pass without gradients.
+    """Return the bytes that one forward pass saves as the model is now, parameters and buffers left
+    out.
     """
     with unchanged(model):
-        return sum(tensors.nbytes for tensors in account(model, run, {}).tensors)
+        return sum(tensors.nbytes for tensors in SavedByForward(model, run, {}).tensors)
 
 
 def _measured(
@@ -391,16 +392,15 @@ def _measured(
     saved: SavedByForward,
     errors: dict[str, dict[str, dict[str, float]]],
 ) -> Iterator[SiteCalibration]:
-    timer = SiteTimer()
+    timer = _SiteTimer()
     for name, (module, site) in sites.items():
         shape = saved.shapes.get(name)
         if shape is None:
             continue
-        freed = _freed(saved, name)
         codecs = tuple(
             CodecMeasurement(
                 codec=codec,
-                nbytes=code_nbytes(site, CODECS[codec], shape),
+                nbytes=_code_nbytes(site, CODECS[codec], shape),
                 time_s=timer.extra(module, site, shape, codec),
                 errors=found,
             )
@@ -411,7 +411,7 @@ def _measured(
             kind=policy_kind(site) or "",
             rows=shape.rows,
             numel=shape.numel,
-            kept_nbytes=freed,
+            kept_nbytes=_freed(saved, name),
             codecs=codecs,
         )
 
@@ -461,9 +461,9 @@ def calibrate_activations(
                 "a policy without `recompute` rules first."
             )
     with unchanged(model), applied(model, FULL_PRECISION) as sites:
-        saved = account(model, run, units)
+        saved = SavedByForward(model, run, units)
         units = {name: unit for name, unit in units.items() if saved.unit_calls[name] == 1}
-        times, forward = forward_times(run, units)
+        times, forward = _forward_times(run, units)
         with _all_recomputed(model, whole_blocks(units)):
             named = {name: tuple(candidates) for name in saved.shapes if _freed(saved, name)}
             errors = gradient_errors(model, run, named, max_rows)
@@ -473,5 +473,4 @@ def calibrate_activations(
             tensors=saved.tensors,
             step_time_s=3.0 * forward,
         )
-    ranks = gather_objects(calibration.to_dict())
-    return ActivationCalibration.average([ActivationCalibration.from_dict(r) for r in ranks])
+    return average_ranks(gather_objects(calibration))

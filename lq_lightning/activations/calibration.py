@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 
@@ -39,7 +39,7 @@ class SiteCalibration:
     Attributes:
         name: name in the model.
         kind: field of ``ActivationPolicy``.
-        rows: rows of its input in one forward pass (tokens).
+        rows: rows of its input in one forward pass (tokens), of ``numel`` values.
         numel: values of a row.
         kept_nbytes: bytes that full precision keeps and a code here alone would replace.
         codecs: the candidates; none if a code would change nothing, as in a module that others
@@ -54,11 +54,7 @@ class SiteCalibration:
     codecs: tuple[CodecMeasurement, ...]
 
     def measurement(self, codec: str) -> CodecMeasurement:
-        """Return the measurement of a codec.
-
-        Raises:
-            ValueError: it was not a candidate.
-        """
+        """Return the measurement of a codec; raises ``ValueError`` if it was not a candidate."""
         for measurement in self.codecs:
             if measurement.codec == codec:
                 return measurement
@@ -68,12 +64,7 @@ class SiteCalibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCalibration:
-    """One module that may be recomputed.
-
-    Attributes:
-        name: name in the model.
-        time_s: seconds of its forward pass.
-    """
+    """One module that may be recomputed, and the seconds of its forward pass."""
 
     name: str
     time_s: float
@@ -104,12 +95,7 @@ class Saver:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptTensors:
-    """Tensors that are kept for the same reasons; each storage counts once.
-
-    Attributes:
-        nbytes: total bytes.
-        savers: reasons, any of which keeps them.
-    """
+    """Tensors that are kept for the same reasons, any of which keeps them."""
 
     nbytes: int
     savers: tuple[Saver, ...]
@@ -164,58 +150,16 @@ class ActivationCalibration:
                     again[unit] += tensors.nbytes
         return sum(t.nbytes for t in held) + codes, max(again.values(), default=0)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return dicts, lists, strings and numbers, for JSON."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ActivationCalibration:
-        """Return a calibration from the result of ``to_dict``, also through JSON."""
-        return cls(
-            sites=tuple(
-                SiteCalibration(
-                    **{**site, "codecs": tuple(CodecMeasurement(**c) for c in site["codecs"])}
-                )
-                for site in data["sites"]
-            ),
-            units=tuple(UnitCalibration(**unit) for unit in data["units"]),
-            tensors=tuple(
-                KeptTensors(
-                    nbytes=each["nbytes"],
-                    savers=tuple(
-                        Saver(s["site"], tuple(s["inside"]), s["input_of"]) for s in each["savers"]
-                    ),
-                )
-                for each in data["tensors"]
-            ),
-            step_time_s=data["step_time_s"],
-        )
+def average_ranks(ranks: Sequence[ActivationCalibration]) -> ActivationCalibration:
+    """Return means of errors and times, and maxima of bytes, over ranks.
 
-    @classmethod
-    def average(cls, ranks: Sequence[ActivationCalibration]) -> ActivationCalibration:
-        """Return means of errors and times, and maxima of bytes, over ranks.
-
-        Raises:
-            RuntimeError: the ranks measured different models.
-        """
-        first = ranks[0].to_dict()
-        for other in ranks[1:]:
-            _check_alike(first, other.to_dict(), "")
-        return cls.from_dict(average_values([rank.to_dict() for rank in ranks]))
-
-    def table(self) -> str:
-        """Return a readable table: by site and codec the bytes, the time and the errors."""
-        lines = [f"{'site':44} {'kept as':16} {'KiB':>10} {'us':>8}  relative gradient errors"]
-        for site in self.sites:
-            kept = f"{site.kept_nbytes / 1024:.1f}"
-            lines.append(f"{site.name[-44:]:44} {'full precision':16} {kept:>10} {0:8.1f}")
-            for each in site.codecs:
-                errors = ", ".join(f"{name} {error:.4f}" for name, error in each.errors.items())
-                numbers = f"{each.nbytes / 1024:10.1f} {each.time_s * 1e6:8.1f}"
-                lines.append(f"{'':44} {each.codec:16} {numbers}  {errors}")
-        for unit in self.units:
-            lines.append(f"{unit.name[-44:]:44} {'recompute':16} {'':10} {unit.time_s * 1e6:8.1f}")
-        return "\n".join(lines)
+    Raises ``RuntimeError`` if the ranks measured different models.
+    """
+    for other in ranks[1:]:
+        _check_alike(asdict(ranks[0]), asdict(other), "")
+    averaged: ActivationCalibration = average_values(ranks)
+    return averaged
 
 
 def _check_alike(first: Any, other: Any, key: str) -> None:
@@ -237,17 +181,20 @@ def _check_alike(first: Any, other: Any, key: str) -> None:
         _check_alike(a, b, name)
 
 
-def average_values(values: list[Any]) -> Any:
-    """Return means of floats, maxima of whole numbers and the first of strings over ranks.
-
-    Args:
-        values: one per rank: these, or dictionaries and lists of them with the same structure.
+def average_values(values: Sequence[Any]) -> Any:
+    """Return means of floats, maxima of whole numbers and the first of strings over ranks, also
+    inside of dataclasses, dictionaries, lists and tuples.
     """
     first = values[0]
+    if is_dataclass(first):
+        names = [each.name for each in fields(first)]
+        means = [average_values([getattr(value, name) for value in values]) for name in names]
+        kind: Any = type(first)
+        return kind(**dict(zip(names, means, strict=True)))
     if isinstance(first, dict):
         return {name: average_values([value[name] for value in values]) for name in first}
     if isinstance(first, (list, tuple)):
-        return [average_values(list(parts)) for parts in zip(*values, strict=True)]
+        return type(first)(map(average_values, zip(*values, strict=True)))
     if isinstance(first, str):
         return first
     if isinstance(first, int):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lq_lightning.foundation.parameters import embeddings
 
 from .policy import ActivationPolicy, Matmul, SiteKind
-from .proof import Proof
 from .recognize import Recognizer, own_forward
 from .recompute import find_recompute_units
 from .sites import (
@@ -24,6 +23,7 @@ from .sites import (
     MLPSite,
     MultiheadSite,
     NormSite,
+    Proof,
     Site,
     is_checkpointed,
 )
@@ -46,7 +46,7 @@ _HARMLESS = (
 _LOSS_NAME = re.compile(r"loss|rotary|position", re.IGNORECASE)
 
 
-class Float8Layers:
+class _Float8Layers:
     """Chooses the precision of products where a policy asks for FP8 without naming layers.
 
     As is usual in FP8 training (torchao's and NeMo's documentation recommend filters like these):
@@ -64,26 +64,15 @@ class Float8Layers:
         self._tokens = max((table.num_embeddings for table in tables), default=0)
 
     def matmul(
-        self,
-        kind: SiteKind,
-        name: str,
-        module: nn.Module,
-        weight: Tensor | None,
-        *,
-        transposed: bool = False,
+        self, name: str, module: nn.Module, weight: Tensor | None, *, transposed: bool = False
     ) -> tuple[Matmul, str]:
         """Return the precision of a layer's products, and why it is not the policy's, if so.
 
-        Args:
-            kind: ``"linear"``; also for an attention that has the projections itself.
-            name: name of the layer in the model.
-            module: the layer.
-            weight: ``[O, K]``; None if it has none of its own.
-            transposed: whether the weight is ``[K, O]``.
+        ``weight`` is ``[O, K]``, or ``[K, O]`` if ``transposed``.
         """
-        named = self._policy.matmul_rule(kind, name)
-        if named is not None or self._policy.matmul == "native" or weight is None:
-            return self._policy.matmul_of(kind, name), ""
+        named, usual = self._policy.matmul_rule("linear", name), self._policy.matmul
+        if named is not None or usual == "native" or weight is None:
+            return named or usual, ""
         rows, columns = weight.shape[:: -1 if transposed else 1]
         if id(weight) in self._tables or rows == self._tokens > columns:
             return "native", "predicts tokens"
@@ -91,13 +80,14 @@ class Float8Layers:
             return "native", "outside of the repeated blocks"
         if rows % _MULTIPLE or columns % _MULTIPLE:
             return "native", f"dimensions are no multiples of {_MULTIPLE}"
-        return self._policy.matmul, ""
+        return usual, ""
 
     def follow(self, kind: SiteKind, name: str, module: nn.Module) -> bool:
         """Return whether FP8 products are expected behind a norm, activation function or MLP."""
-        if self._policy.matmul_of(kind, name) == "native":
+        named = self._policy.matmul_rule(kind, name)
+        if (named or self._policy.matmul) == "native":
             return False
-        return self._policy.matmul_rule(kind, name) is not None or self._is_inside(module)
+        return named is not None or self._is_inside(module)
 
     def _is_inside(self, module: nn.Module) -> bool:
         """Whether a module is in a block; all are, if nothing in the model is repeated."""
@@ -114,13 +104,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unsupported:
-    """Modules that save what they always did, or are packed by rule.
-
-    Attributes:
-        modules: names of their classes.
-        count: number of modules.
-        reason: why, and what is done instead.
-    """
+    """Modules, by class, that save what they always did or are packed by rule, and why."""
 
     modules: tuple[str, ...]
     count: int
@@ -131,7 +115,7 @@ class _Finder:
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
         self.policy = policy
         self.model = model
-        self.float8 = Float8Layers(model, policy)
+        self.float8 = _Float8Layers(model, policy)
         self.recognizer = Recognizer()
         self.found: dict[int, Found] = {}  # by module
         self.functions: list[Found] = []
@@ -164,14 +148,8 @@ class _Finder:
         projections = [part for key, part in module.named_children() if key in names]
         inside.update({id(m) for m in module.modules()})
         inside.difference_update(id(m) for part in projections for m in part.modules())
-        site = MLPSite(
-            activation=function,
-            gate=gate,
-            up=up,
-            down=down,
-            **self._fields("activation", name, module, match.proof),
-        )
-        self.add(module, site)
+        fields = self._fields("activation", name, module, match.proof)
+        self.add(module, MLPSite(activation=function, gate=gate, up=up, down=down, **fields))
         return True
 
     def _fields(
@@ -191,12 +169,13 @@ class _Finder:
         if self.recognizer.linear(module):
             transposed = type(module).forward is not nn.Linear.forward
             values: Any = module.weight
-            matmul, native = self.float8.matmul(
-                "linear", name, module, values, transposed=transposed
-            )
-            codec = self.policy.codec("linear", name)
+            matmul, native = self.float8.matmul(name, module, values, transposed=transposed)
             return LinearSite(
-                name=name, codec=codec, transposed=transposed, matmul=matmul, native=native
+                name=name,
+                codec=self.policy.codec("linear", name),
+                transposed=transposed,
+                matmul=matmul,
+                native=native,
             )
         if (match := self.recognizer.activation(module)) is not None:
             fields = self._fields("activation", name, module, match.proof)
@@ -236,7 +215,7 @@ class _Finder:
                 self._hook(name, module, "checkpoint")
             elif _is_multihead(module):
                 weight: Any = module.in_proj_weight
-                matmul, _ = self.float8.matmul("linear", name, module, weight)
+                matmul, _ = self.float8.matmul(name, module, weight)
                 self.add(
                     module, MultiheadSite(name=name, codec=None, kind="attention", matmul=matmul)
                 )
@@ -340,11 +319,7 @@ def _unsupported(
 
 
 def find_sites(model: nn.Module, policy: ActivationPolicy) -> tuple[list[Found], list[Unsupported]]:
-    """Find what can be quantized in a model, which is not changed.
-
-    Returns:
-        Modules with the sites to install, and what is not recognized.
-    """
+    """Return the modules of a model with the sites to install, and what is not recognized."""
     finder = _Finder(model, policy)
     finder.modules()
     blocks = finder.hooks()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lq_lightning._compat.saved_tensors import (
     Hooks,
+    base_of,
     checkpoint_region,
     has_storage,
     nodes_made,
@@ -29,27 +31,81 @@ from lq_lightning._compat.saved_tensors import (
     version_of,
 )
 from lq_lightning.foundation.nested import tensors_in
+from lq_lightning.foundation.parameters import is_copy_of_parameter
 
-from .functions import encode_source
-from .measure import WeightStorages
+from .functions import Codes, encode_source
 from .policy import SiteKind
 from .rounding import Normalized, Sides, Use, find_uses, watch_region
-from .sites import HookSite, Regions
-from .sources import Codes
+
+if TYPE_CHECKING:
+    from .sites import HookSite
 
 _MIN_NUMEL = 1024
 _MIN_WIDTH = 16
 _ROW = 128
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-_View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset
+_MAX_WATCHED = 4
 
 T = TypeVar("T")
 _FUNCTION = "_gradient_checkpointing_func"
 
 
-def _flat(codes: Codes, rows: int, dtype: torch.dtype, message: Tensor) -> Tensor:
-    return codes.rebuild((message,), rows, dtype).view(-1)
+class WeightStorages:
+    """Tells weights of a model, and extra ones, from other saved tensors: they are held anyway."""
+
+    def __init__(self, model: nn.Module, extra: tuple[Tensor, ...] = ()) -> None:
+        tensors = (*model.parameters(), *model.buffers(), *extra)
+        self._storages = {storage_key(t) for t in tensors if has_storage(t)}
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a weight, a view of one, or a cast of one.
+
+        FSDP2 hands modules parameters whose storage it frees after forward: those are parameters,
+        or views whose base is one, at other addresses than before. Autocast's copies are new
+        tensors; their graph node tells.
+        """
+        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
+            return True
+        if storage_key(tensor) in self._storages:
+            return True
+        return is_copy_of_parameter(tensor)
+
+
+@dataclass(slots=True)
+class Regions:
+    """Operators of a checkpointed layer, as far as they were watched: the numbers of graph nodes of
+    watched forwards, since a forward with another number has other operators, and why the input is
+    kept exactly from now on, if it is.
+    """
+
+    continuous: set[int] = field(default_factory=set)
+    exact: str = ""
+    watch: bool = True
+    watched: int = 0
+
+    def note(self, nodes: int, found: str = "") -> str:
+        """Take in a watched forward of so many graph nodes, and its first operator that may not be
+        continuous; return why the input is kept exactly from now on, or "".
+        """
+        self.watched += 1
+        self.continuous.add(nodes)
+        if found:
+            self.exact = f"`{found}` in them is not known to be continuous"
+        elif self.watched > _MAX_WATCHED:
+            self.exact = "their operators change from call to call"
+        return self.exact
+
+    def takes_codes(self, nodes: int) -> bool:
+        """Return whether a forward of so many nodes was found continuous; else watch the next."""
+        is_known = nodes in self.continuous and not self.exact
+        self.watch = not is_known
+        return is_known
+
+
+def _decoded(codes: Codes, rows: int, dtype: torch.dtype, view: Any, message: Tensor) -> Tensor:
+    """A view, ``(shape,)`` or ``(shape, strides, offset)``, of the values of a message."""
+    flat = codes.rebuild((message,), rows, dtype).view(-1)
+    return flat.view(*view) if len(view) == 1 else flat.as_strided(*view)
 
 
 def _from_bits(sides: Sides, like: tuple[torch.Size, torch.dtype], message: Tensor) -> Tensor:
@@ -75,14 +131,10 @@ def _bits(tensor: Tensor, sides: Sides) -> Tensor:
 class _Saved:
     """A tensor that a node saved: kept as it is until the module has run.
 
-    Then its ``message`` is what the outer hooks packed: the tensor itself, or its code. The outer
-    hooks get one message per saved tensor, as without ours: a split backward pass releases the
-    tensors that its node will not read again, while other nodes may.
-
-    Attributes:
-        tensor: the tensor; None once a message replaced it.
-        version: version of the tensor when it was saved.
-        decode: makes the tensor from the message; None if it is kept exactly.
+    Then its ``message`` is what the outer hooks packed: the tensor itself, or its code, of which
+    ``decode`` makes the tensor. The outer hooks get one message per saved tensor, as without ours:
+    a split backward pass releases the tensors that its node will not read again, while other nodes
+    may.
     """
 
     __slots__ = ("decode", "message", "tensor", "version")
@@ -95,11 +147,7 @@ class _Saved:
         self.message: Any = None
 
     def value(self) -> Tensor:
-        """The tensor itself.
-
-        Raises:
-            RuntimeError: it was changed since it was saved, as torch would say.
-        """
+        """The tensor itself; raises as torch would if it was changed since it was saved."""
         if self.tensor is None:
             raise AssertionError("a saved tensor that a message stands for")
         if version_of(self.tensor) != self.version:
@@ -154,8 +202,7 @@ class _Packer:
     def settle(self, uses: dict[int, Use]) -> None:
         """After the module has run: encode where allowed, and pass everything to the outer hooks.
 
-        Args:
-            uses: uses of the saved tensors that bear rounding, by the tensors' ``id``.
+        ``uses`` are those of the saved tensors that bear rounding, by ``id``.
         """
         pending, self._pending = self._pending, []
         storages: dict[tuple[int, torch.dtype], list[_Saved]] = {}
@@ -191,18 +238,15 @@ class _Packer:
 
     def _encode(self, coded: list[_Saved], whole: Tensor | None) -> None:
         """Encode the tensors of one storage: all of it, or each part by itself."""
-        made: dict[Any, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+        made: dict[Any, tuple[Tensor, Callable[..., Tensor]]] = {}
         for saved in coded:
             tensor = saved.value()
             view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             key = view if whole is None else None
             if key not in made:
                 made[key] = self._code(tensor if whole is None else whole, whole=whole is not None)
-            message, flat = made[key]
-            if whole is None:
-                decode = partial(_contiguous, flat, tensor.shape)
-            else:
-                decode = partial(_strided, flat, view)
+            message, decoded = made[key]
+            decode = partial(decoded, view if whole is not None else (tensor.shape,))
             saved.become(self._outside(message), decode)
 
     def _encode_sides(self, saved: _Saved, sides: Sides) -> None:
@@ -214,19 +258,19 @@ class _Packer:
         tensor = saved.value()
         with torch.no_grad():
             values = norm.forward(tensor)
-        message, flat = self._code(values, whole=True)
+        message, decoded = self._code(values, whole=True)
         view, dtype = (values.shape, values.stride(), 0), tensor.dtype
 
         def decode(message: Tensor) -> Tensor:
-            return norm.inverse(flat(message).as_strided(*view)).to(dtype)
+            return norm.inverse(decoded(view, message)).to(dtype)
 
         saved.become(self._outside(message), decode)
 
     def _outside(self, message: Tensor) -> Any:
         return message if self.outer is None else self.outer[0](message)
 
-    def _code(self, tensor: Tensor, *, whole: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """A message of a tensor, or of its whole storage, and what makes flat values from it."""
+    def _code(self, tensor: Tensor, *, whole: bool) -> tuple[Tensor, Callable[..., Tensor]]:
+        """A message of a tensor, or of its whole storage, and ``_decoded`` for it."""
         with torch.no_grad():
             values = tensor.detach()
             values = values.as_strided((values.numel(),), (1,), 0) if whole else values.reshape(-1)
@@ -236,17 +280,16 @@ class _Packer:
         if message is None:
             raise AssertionError("a matrix is rebuilt from its message")
         rows = values.numel() // width
-        return message, partial(_flat, source.codes, rows, tensor.dtype)
+        return message, partial(_decoded, source.codes, rows, tensor.dtype)
 
     def unpack(self, packed: Any) -> Tensor:
         tensor: Tensor
-        if not isinstance(packed, _Saved):
-            tensor = packed if self.outer is None else self.outer[1](packed)
-            return tensor
-        if packed.tensor is not None:
+        if isinstance(packed, _Saved) and packed.tensor is not None:
             return packed.value()
-        message = packed.message if self.outer is None else self.outer[1](packed.message)
-        tensor = message if packed.decode is None else packed.decode(message)
+        message = packed.message if isinstance(packed, _Saved) else packed
+        tensor = message if self.outer is None else self.outer[1](message)
+        if isinstance(packed, _Saved) and packed.decode is not None:
+            return packed.decode(tensor)
         return tensor
 
 
@@ -262,14 +305,6 @@ def _is_worth_it(saved: _Saved) -> bool:
     return wide and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def _contiguous(flat: Callable[[Tensor], Tensor], shape: torch.Size, message: Tensor) -> Tensor:
-    return flat(message).view(shape)
-
-
-def _strided(flat: Callable[[Tensor], Tensor], view: _View, message: Tensor) -> Tensor:
-    return flat(message).as_strided(*view)
-
-
 def _as_is(value: Any) -> Any:
     return value
 
@@ -278,8 +313,7 @@ def run_packed(module: nn.Module, site: HookSite, run: Callable[[], T], args: An
     """Run a module's forward, and store what it saves as codes.
 
     Hooks around the call (``save_on_cpu``) get the codes, once the module has run. Within a
-    checkpointed region nothing is done: what is saved there is dropped, and recomputed. The
-    module's weights, and tensors in ``args`` without a gradient, are never packed.
+    checkpointed region nothing is done: what is saved there is dropped, and recomputed.
     """
     outer = outer_hooks()
     ours = None if outer is None else getattr(outer[0], "__self__", None)

@@ -13,7 +13,6 @@ from torch import nn
 
 from .adaptation import MAX_ERROR, Adaptation
 from .find import Unsupported, find_sites
-from .forwards import FORWARDS
 from .hooks import pack_around_checkpoint, unpack_around_checkpoint
 from .measure import SavedTensors
 from .policy import ActivationPolicy, ActivationRule, SiteKind, resolve_policy
@@ -48,10 +47,8 @@ def check_rules(
 ) -> None:
     """Refuse rules without effect: a pattern with a typo must not pass for a setting.
 
-    Raises:
-        ValueError: a rule matches no module, or only modules that save no activation of their own,
-            such as a block whose norms and projections should be named, or only other kinds. A rule
-            that only sets ``matmul`` may name any module.
+    A rule that only sets ``matmul`` may name any module; any other has to name modules that save an
+    activation of their own, of its kind.
     """
     if not policy.rules:
         return
@@ -121,7 +118,7 @@ class QuantizedActivations:
         check_rules(model, ((found.module, found.site) for found in self._found), policy)
         taken = [found for found in self._found if site_of(found.module) is not None]
         for found in taken or self._found:  # raises at the first module that has a site
-            install_site(found.module, found.site, FORWARDS[type(found.site)])
+            install_site(found.module, found.site)
             if isinstance(found.site, HookSite) and found.site.kind == "checkpoint":
                 pack_around_checkpoint(found.module, found.site)
         self._recomputed = install_recomputation(model, policy)

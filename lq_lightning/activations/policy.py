@@ -257,16 +257,10 @@ class ActivationPolicy:
         rule = self._rule(name, kind)
         return None if rule is None else rule.matmul
 
-    def matmul_of(self, kind: SiteKind, name: str) -> Matmul:
-        """Return the precision of products that the policy asks for; see ``Float8Layers``."""
-        return self.matmul_rule(kind, name) or self.matmul
-
 
 def is_worth_a_code(codec: CodecSpec, numel: int) -> bool:
-    """Return whether a code of rows of ``numel`` values is no larger than they are in bf16.
-
-    Sections of a message take 16 bytes or more each, which may be more than a short row that is a
-    message of its own.
+    """Return whether a code of rows of ``numel`` values is no larger than they are in bf16:
+    sections of a message take 16 bytes or more each.
     """
     if numel >= _WORTH_A_CODE:
         return True
@@ -310,9 +304,7 @@ RECIPES: Mapping[str, ActivationPolicy] = {
 
 
 def resolve_policy(recipe: str | ActivationPolicy) -> ActivationPolicy:
-    """Return a policy from itself or the name of a recipe: ``"agoq"``, ``"auto"``, ``"coat"``,
-    ``"fp8-4bit"``.
-    """
+    """Return a policy from itself or the name of a recipe."""
     if isinstance(recipe, ActivationPolicy):
         return recipe
     check_choice("ActivationQuantization", "recipe", recipe, tuple(RECIPES), ActivationPolicy)

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from .algebra import ACTIVATIONS as FORMULAS
 from .algebra import Formula, atom, mean, number, root
 from .functions import NormLayer
-from .proof import Proof, Reads, is_function_without_state, reads_same
-from .sites import DIMS, FunctionSite, sites_of
-from .trace import NotKnown, Probe, Trace, random_values, untouched_generators
+from .sites import DIMS, FunctionSite, Proof, Reads, is_function_without_state, sites_of
+from .trace import NotKnown, Probe, Trace, random_values, reads_same, untouched_generators
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -141,10 +140,7 @@ def _norm_reference(
 def match_norm(probe: Probe, size: int, values: dict[str, Any]) -> NormLayer:
     """Return the normalization that the code of a layer computes; else raise ``NotKnown``.
 
-    Args:
-        probe: stand-in whose parameters are ``values``.
-        size: values in a row.
-        values: weight and bias, ``[size]`` fp32 or None.
+    ``values`` are weight and bias of the stand-in, ``[size]`` fp32 or None.
     """
     given = {name: p for name, p in values.items() if p is not None}
 
@@ -188,10 +184,7 @@ def match_norm(probe: Probe, size: int, values: dict[str, Any]) -> NormLayer:
 
 
 def match_activation(run: Callable[..., tuple[Tensor, Formula]]) -> str:
-    """Return the name of the activation function that code computes; else raise ``NotKnown``.
-
-    ``run`` takes a trace, an input, and ``training``.
-    """
+    """Return the name of the activation function that code computes; else raise ``NotKnown``."""
     first, name = None, ""
     for dtype, dims, training, autocast in _variants():
         trace = Trace(dtype, knows_width=False, autocast=autocast)
@@ -300,11 +293,8 @@ def _mlp_of(inner: Formula, down: str, before: list[str], trace: Trace) -> MLP:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Result of recognizing a module.
-
-    Attributes:
-        found: a ``NormLayer`` and a size, the name of an activation function, or an ``MLP``.
-        proof: attributes that must not change.
+    """A recognized module: a ``NormLayer`` and a size, the name of an activation function, or an
+    ``MLP``; and the proof.
     """
 
     found: Any
@@ -432,10 +422,9 @@ class Recognizer:
         return Match(found, proof) if all(map(_is_unhooked, inside)) else None
 
     def function(self, module: nn.Module) -> tuple[str, str] | None:
-        """Return attribute and name of an activation function that is no module.
-
-        Attributes whose names contain "act" are tried out, such as ``activation`` of
-        ``nn.TransformerEncoderLayer``.
+        """Return attribute and name of an activation function that is no module, such as
+        ``activation`` of ``nn.TransformerEncoderLayer``: attributes whose names contain "act" are
+        tried out.
         """
         for attribute, function in vars(module).items():
             if _FUNCTION_NAME.search(attribute) and isinstance(function, _FUNCTION_TYPES):
@@ -483,14 +472,11 @@ class Recognizer:
         return isinstance(getattr(module, "in_features", None), int) or self.linear(module)
 
     def mlp(self, module: nn.Module) -> Match | None:
-        """Return the function and the names of the projections of an MLP, gated or plain.
+        """Return activation, gate, up and down of an MLP, as ``MLPSite`` has them.
 
         A module with children of certain names, or with two or three linear layers, is tried out.
-
-        Returns:
-            ``(activation, gate, up, down)`` as ``MLPSite`` has them; None if the module computes
-            something else, dropout included, or if its activation function is a module of its own
-            that suffices.
+        None if it computes something else, dropout included, or if a site for its activation module
+        suffices.
         """
         widths = self._projections(module)
         own = vars(module)["_parameters"].values()

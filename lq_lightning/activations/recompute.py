@@ -50,13 +50,8 @@ def _recompute_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def install_recomputation(model: nn.Module, policy: ActivationPolicy) -> list[nn.Module]:
     """Recompute the modules that rules say, of nested ones the outermost; return them.
 
-    Non-reentrant ``torch.utils.checkpoint``: random numbers are the same in both runs. It goes
-    around the forwards of sites. A cache of keys and values is not passed to such a module while it
-    trains.
-
-    Raises:
-        ValueError: a rule recomputes a container that has no forward.
-        RuntimeError: a module is recomputed already.
+    Random numbers are the same in both runs. It goes around the forwards of sites. A cache of keys
+    and values is not passed to such a module while it trains.
     """
     chosen: list[tuple[str, nn.Module]] = []
     if any(rule.recompute for rule in policy.rules):
@@ -121,11 +116,11 @@ def whole_blocks(units: Collection[str]) -> list[str]:
 
 
 def find_recompute_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that are worth recomputing: repeated blocks and their halves.
+    """Return the modules that are worth recomputing: repeated blocks, each before its halves.
 
     A block is one of several modules of a class in a ``ModuleList``, ``ModuleDict`` or
     ``Sequential``; its halves are its children that have submodules themselves, such as the
-    attention and the MLP. A block comes before its halves.
+    attention and the MLP.
     """
     modules = dict(model.named_modules())
     units: dict[str, nn.Module] = {}

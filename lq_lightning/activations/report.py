@@ -16,10 +16,12 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.kernels.message.matrix import matrix_shape
 
 from .find import Found, Unsupported
+from .functions import MatrixCodes, Source, attach
 from .measure import SavedTensors
 from .policy import CODECS, fit_codec
 from .sites import (
     ActivationSite,
+    FunctionSite,
     HookSite,
     LinearSite,
     MLPSite,
@@ -28,11 +30,14 @@ from .sites import (
     is_checkpointed,
     policy_kind,
 )
-from .sources import MatrixCodes, Source, attach
 
 _TOKENS = 128
 _OUTSIDE = "outside"
 _LISTED = 3  # layers named in a line
+_KINDS: dict[type[Site], str] = {
+    **{NormSite: "norm", MLPSite: "MLP", LinearSite: "linear"},
+    **dict.fromkeys((ActivationSite, FunctionSite), "activation"),
+}
 _NOTES = {
     _OUTSIDE: "of the model, such as a loss",
     "attention": "kept in full precision",
@@ -44,11 +49,11 @@ _NOTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportRow:
-    """One kind of module.
+    """One kind of module: ``"norm"``, ``"MLP"``, ``"activation"``, ``"linear"``, ``"attention"``,
+    ``"checkpoint"``, ``"other"``, or the name of a class.
 
     Attributes:
-        kind: ``"norm"``, ``"MLP"``, ``"activation"``, ``"linear"``, ``"attention"``,
-            ``"checkpoint"``, ``"other"``, or the name of a class.
+        kind: the kind.
         count: number of modules.
         before: bytes that they saved: per token, or in all where it was measured. None if it cannot
             be told without running the model.
@@ -73,8 +78,7 @@ class ActivationReport:
 
     Attributes:
         rows: rows by kind of module.
-        unsupported: modules that are not recognized, and linear layers without FP8 products, by
-            name.
+        unsupported: modules that are not recognized, and linear layers without FP8 products.
         measured: whether bytes were counted in a forward, not derived per token.
     """
 
@@ -95,23 +99,26 @@ class ActivationReport:
     def __str__(self) -> str:
         """Lay out as a table."""
         unit = "MB" if self.measured else "bytes/token"
-        header = ("saved for backward", "modules", f"before, {unit}", "after", "format", "bits")
-        rows = [
-            (
-                row.kind,
-                str(row.count),
-                _bytes(row.before, measured=self.measured),
-                _bytes(row.after, measured=self.measured),
-                row.format,
-                "-" if row.bits is None else f"{row.bits:.2f}",
-                row.note,
-            )
-            for row in self.rows
-        ]
-        before, after = (_bytes(v, measured=self.measured) for v in (self.before, self.after))
         some = any(row.before is None for row in self.rows) and not self.measured
-        rows.append(("together" + ", where known" * some, "", before, after, "", "", ""))
-        lines = _aligned([(*header, "note"), *rows])
+        before, after = (_bytes(v, measured=self.measured) for v in (self.before, self.after))
+        cells: list[tuple[str, ...]] = [
+            ("saved for backward", "modules", f"before, {unit}", "after", "format", "bits", "note"),
+            *(
+                (
+                    row.kind,
+                    str(row.count),
+                    _bytes(row.before, measured=self.measured),
+                    _bytes(row.after, measured=self.measured),
+                    row.format,
+                    "-" if row.bits is None else f"{row.bits:.2f}",
+                    row.note,
+                )
+                for row in self.rows
+            ),
+            ("together" + ", where known" * some, "", before, after, "", "", ""),
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
         lines += [
             f"{part.count} x {', '.join(part.modules)}: {part.reason}" for part in self.unsupported
         ]
@@ -124,47 +131,35 @@ def _bytes(value: float | None, *, measured: bool) -> str:
     return f"{value / 1e6:.3f}" if measured else f"{value:.0f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-
-
 @contextmanager
 def without_sites(sites: Iterable[Site]) -> Iterator[None]:
     """Let all sites compute as if they were not there."""
-    enabled = {id(site): (site, site.enabled) for site in sites}
-    for site, _ in enabled.values():
+    enabled = [(site, site.enabled) for site in sites]
+    for site, _ in enabled:
         site.enabled = False
     try:
         yield
     finally:
-        for site, was in enabled.values():
+        for site, was in enabled:
             site.enabled = was
 
 
-def _width(module: nn.Module, site: Site) -> int | None:
-    """Length of the rows that a module takes, where it says so itself."""
+def _widths(module: nn.Module, site: Site) -> tuple[int | None, int | None]:
+    """Lengths of the rows that a module takes and that it encodes, where it says so itself."""
     if isinstance(site, NormSite):
         parameter = next(module.parameters(recurse=False), None)
         shape: Any = module.normalized_shape if parameter is None else parameter.shape
-        return int(shape[0])
-    if isinstance(site, MLPSite):
-        gate = getattr(module, site.gate)
-        width = getattr(gate, "in_features", None) or getattr(gate, "nx", None)
-        return width if isinstance(width, int) else None
-    return None
-
-
-def _code_width(module: nn.Module, site: Site) -> int | None:
-    """Length of the rows that a module encodes: for an MLP, between its projections."""
+        return int(shape[0]), int(shape[0])
     if not isinstance(site, MLPSite):
-        return _width(module, site)
+        return None, None
     gate = getattr(module, site.gate)
-    width = getattr(gate, "out_features", None) or getattr(gate, "nf", None)
+    width = getattr(gate, "in_features", None) or getattr(gate, "nx", None)
+    inner = getattr(gate, "out_features", None) or getattr(gate, "nf", None)
     halves = 2 if site.gate == site.up else 1
-    return width // halves if isinstance(width, int) else None
+    return (
+        width if isinstance(width, int) else None,
+        inner // halves if isinstance(inner, int) else None,
+    )
 
 
 def _bytes_per_token(module: nn.Module, width: int, codec: CodecSpec | None) -> float:
@@ -202,15 +197,7 @@ def _format(codec: CodecSpec | None, width: int | None) -> tuple[str, float | No
 def _kind(site: Site) -> str | None:
     if isinstance(site, HookSite):
         return None if site.codec is None and site.kind != "attention" else site.kind
-    for cls, kind in (
-        (NormSite, "norm"),
-        (MLPSite, "MLP"),
-        (ActivationSite, "activation"),
-        (LinearSite, "linear"),
-    ):
-        if isinstance(site, cls):
-            return kind
-    return None
+    return _KINDS.get(type(site))
 
 
 def _kind_of(name: str | None, sites: dict[str, Site], classes: dict[str, str]) -> str:
@@ -255,11 +242,11 @@ def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Grou
     groups: dict[tuple[str, str, float | None], _Group] = {}
     known: dict[Any, tuple[float, float]] = {}
     for part in found:
-        kind, width = _kind(part.site), _width(part.module, part.site)
+        kind, (width, encoded) = _kind(part.site), _widths(part.module, part.site)
         unused = policy_kind(part.site) == "checkpoint" and not is_checkpointed(part.module)
         if kind is None or unused:
             continue
-        format, bits = _format(part.site.codec, _code_width(part.module, part.site))
+        format, bits = _format(part.site.codec, encoded)
         group = groups.setdefault((kind, format, bits), _Group())
         group.count += 1
         if width is None or has_forward_hooks(part.module):
@@ -290,34 +277,31 @@ def make_report(
     groups = _static(found)
     measured = before is not None or after is not None
     totals = [{} if saved is None else _measured(saved, found) for saved in (before, after)]
+    known = {kind for kind, _, _ in groups}
+    for kind in dict.fromkeys([*totals[0], *totals[1]]):
+        if kind not in known:
+            groups[kind, "-", None] = _Group()
     rows: list[ReportRow] = []
     seen: set[str] = set()
-
-    def add(kind: str, format: str, bits: float | None, group: _Group, note: str) -> None:
-        before, after = group.before, group.after
+    for (kind, format, bits), group in groups.items():
+        nbytes = [group.before, group.after]
         if measured:  # totals of a kind stand in its first row
-            before, after = (t.get(kind, 0.0) if t and kind not in seen else None for t in totals)
+            nbytes = [t.get(kind, 0.0) if t and kind not in seen else None for t in totals]
         seen.add(kind)
+        note = _NOTES.get(kind, "" if group.count else "left as it is")
+        if kind in ("norm", "MLP", "activation") and bits is None and group.count:
+            note = "as they are, or inside of what is recomputed"
         rows.append(
             ReportRow(
                 kind=kind,
                 count=group.count,
-                before=before,
-                after=after,
+                before=nbytes[0],
+                after=nbytes[1],
                 format=format,
                 bits=bits,
                 note=note,
             )
         )
-
-    for (kind, format, bits), group in groups.items():
-        note = _NOTES.get(kind, "")
-        if kind in ("norm", "MLP", "activation") and bits is None:
-            note = "as they are, or inside of what is recomputed"
-        add(kind, format, bits, group, note)
-    for kind in dict.fromkeys([*totals[0], *totals[1]]):
-        if kind not in seen:
-            add(kind, "-", None, _Group(), _NOTES.get(kind, "left as it is"))
     return ActivationReport(
         rows=tuple(rows), unsupported=(*unsupported, *_native(found)), measured=measured
     )

@@ -38,12 +38,8 @@ from lq_lightning.foundation.nested import tensors_in
 class Sides:
     """The side that a value is on: all that a piecewise linear function's backward reads.
 
-    Attributes:
-        low: lower end of the inside.
-        high: upper end.
-        inside: a value that is inside.
-        outside: a value that is not.
-        closed: whether the ends are inside.
+    ``low`` and ``high`` are the ends of the inside, which has them if ``closed``; ``inside`` and
+    ``outside`` are values that are there.
     """
 
     low: float
@@ -66,11 +62,8 @@ class Normalized:
     """A norm's input, of which only the normalized values may be rounded.
 
     Rounded by itself, a row, group or channel with a large mean, or a small deviation compared with
-    its neighbours, would lose what the norm sees of it.
-
-    Attributes:
-        mean: mean, broadcast with the input; None for a root mean square.
-        rstd: one over the deviation, likewise.
+    its neighbours, would lose what the norm sees of it. ``mean``, None for a root mean square, and
+    ``rstd`` are broadcast with the input.
     """
 
     mean: Tensor | None
@@ -287,9 +280,8 @@ def _use(node: Node, slot: _Slot, x: Tensor) -> Use:
 def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Use]]:
     """Find the saved tensors that bear rounding in a graph, from node number ``first`` on.
 
-    Yields:
-        The pack hook's result for each that still has its ``tensor``, and what backward reads of
-        its values; None for all of them.
+    Yields the pack hook's result for each that still has its ``tensor``, and what backward reads of
+    its values; None for all of them.
     """
     for node in _nodes(output, first):
         for slot in _SLOTS.get(node.name(), ()):

@@ -1,4 +1,4 @@
-"""Sites: modules whose saved activations are codes.
+"""Sites: modules whose saved activations are codes, why they may be, and their forwards.
 
 A site's forward is bound to the module's instance as a method, and finds the site in the module's
 dictionary: copies of the module (``copy.deepcopy``) get a site and a method of their own. Classes
@@ -7,26 +7,261 @@ stay as they are.
 
 from __future__ import annotations
 
+import enum
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from lq_lightning._compat.modules import has_global_hooks, is_sharded
+from lq_lightning._compat.saved_tensors import has_storage
 from lq_lightning.codecs import CodecSpec
 
 from .binding import Attached, bind_forward, unbind_forward
-from .functions import NormLayer
-from .policy import Matmul, SiteKind, fit_codec
-from .proof import Proof
+from .functions import (
+    NormLayer,
+    Source,
+    attach,
+    encode_source,
+    linear,
+    observers,
+    quantized_activation,
+    quantized_norm,
+    remember_bits,
+    source_of,
+)
+from .hooks import Regions, pack_around_checkpoint, run_packed
+from .policy import Matmul, SiteKind, fit_codec, is_worth_a_code
 
 DIMS = (2, 3, 4, 5)  # numbers of dimensions for which recognition proves a site
 _SITE = "_lq_site"
 _FUNCTION = "_lq_function"
-_MAX_WATCHED = 4
+_ALONE = "_lq_format"  # marks dropout's output, which nobody else saves: a code of it saves memory
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_VALUES = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, type, range, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+Path = tuple[str, ...]  # names of submodules from a recognized module to the owner of an attribute
+Reads = dict[tuple[Path, str], Any]  # attributes that code reads, with their values
+
+
+class MISSING(enum.Enum):
+    """Value of an attribute that an instance does not have."""
+
+    VALUE = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inherited:
+    """Value that a class gives for an attribute that the instance does not have."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, kind: type, name: str) -> Inherited:
+        """Look it up in a class; methods of the class count as their functions."""
+        found = getattr(kind, name, MISSING.VALUE)
+        return cls(found.__func__ if isinstance(found, types.MethodType) else found)
+
+
+def is_function_without_state(value: Any, depth: int = 0) -> bool:
+    """Return whether a function depends on nothing but its arguments and globals."""
+    if isinstance(value, types.BuiltinFunctionType):  # but not, say, a list's method
+        return isinstance(value.__self__, (type, types.ModuleType, type(None)))
+    if isinstance(value, type):
+        return True
+    if isinstance(value, functools.partial):
+        return all(map(is_constant, (value.func, *value.args, *value.keywords.values())))
+    if not isinstance(value, types.FunctionType) or depth > 4:
+        return False
+    try:
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    except ValueError:  # an empty cell
+        return False
+    defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    inside = all(
+        isinstance(each, type) or is_function_without_state(each, depth + 1) for each in cells
+    )
+    return inside and all(map(is_constant, defaults))
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether a value cannot change, and is neither tensor nor module."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_constant, value))
+    return isinstance(value, _VALUES) or is_function_without_state(value)
+
+
+def is_settings(value: Any) -> bool:
+    """Return whether an object only holds settings, such as the configuration of a model."""
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (Tensor, nn.Module, types.ModuleType, dict, list, set))
+        and not callable(value)
+        and not any(isinstance(each, Tensor) for each in vars(value).values())
+    )
+
+
+def _nested_settings(value: Any, depth: int = 0) -> Iterator[Any]:
+    if depth < 3 and is_settings(value):
+        yield value
+        for each in vars(value).values():
+            if not is_constant(each):
+                yield from _nested_settings(each, depth + 1)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    if isinstance(value, functools.partial) and isinstance(other, functools.partial):
+        same = value.func is other.func and len(value.args) == len(other.args)
+        return (
+            same
+            and all(map(_equal, value.args, other.args))
+            and value.keywords.keys() == other.keywords.keys()
+            and all(_equal(v, other.keywords[k]) for k, v in value.keywords.items())
+        )
+    return type(value) is type(other) and is_constant(value) and bool(value == other)
+
+
+def _unbound(value: Any, owner: Any) -> Any:
+    """The function of a method of the module itself; bound methods differ between modules."""
+    own = isinstance(value, types.MethodType) and (owner is None or value.__self__ is owner)
+    return value.__func__ if own else value
+
+
+def has_value(module: nn.Module, name: str, value: Any) -> bool:
+    """Return whether an attribute, neither parameter nor submodule, has a value read earlier."""
+    found = module.__dict__.get(name, MISSING.VALUE)
+    if isinstance(value, Inherited):
+        inherited = Inherited.of(type(module), name).value
+        return found is MISSING.VALUE and _equal(inherited, value.value)
+    return found is value or _equal(_unbound(found, module), _unbound(value, None))
+
+
+def module_at(module: nn.Module, path: Path) -> nn.Module | None:
+    """Return a submodule, None if it does not exist; reads no attribute of the module's class."""
+    found: nn.Module | None = module
+    for name in path:
+        found = None if found is None else vars(found)["_modules"].get(name)
+    return found
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Attributes that were read from a module.
+
+    Attributes:
+        module: the module.
+        forward: forward of its class.
+        values: attributes by name.
+        modules: submodules that do not run and do not have to be called.
+        settings: objects and their attributes.
+        replaced: whether its forward is not run, so that it must have no hooks.
+    """
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    values: tuple[tuple[str, Any], ...]
+    modules: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[Any, dict[str, Any]], ...]
+    replaced: bool
+
+    @classmethod
+    def of(cls, top: nn.Module, path: Path, names: list[str], projections: Any) -> _Kept:
+        module = module_at(top, path)
+        if module is None:
+            raise AssertionError(f"{'.'.join(path)} was read")
+        own, kind = vars(module), type(module)
+        parameters, children = own["_parameters"], own["_modules"]
+        plain = [n for n in names if n not in children and parameters.get(n) is None]
+        values = {n: own[n] if n in own else Inherited.of(kind, n) for n in plain}
+        found = [v.value if isinstance(v, Inherited) else v for v in values.values()]
+        settings = [each for v in found if not is_constant(v) for each in _nested_settings(v)]
+        inside = [n for n in names if n in children and (path or n not in projections)]
+        return cls(
+            module=module,
+            forward=kind.forward,
+            values=tuple(values.items()),
+            modules=tuple((name, children[name]) for name in inside),
+            settings=tuple((each, dict(vars(each))) for each in settings),
+            replaced=bool(path),
+        )
+
+    def holds(self) -> bool:
+        module, own = self.module, self.module.__dict__
+        for name, value in self.values:
+            if not has_value(module, name, value):
+                return False
+        children = own["_modules"]
+        for name, child in self.modules:
+            if children.get(name) is not child:
+                return False
+        for settings, before in self.settings:
+            now = vars(settings)
+            if now.keys() != before.keys() or any(v is not before[k] for k, v in now.items()):
+                return False
+        if type(module).forward is not self.forward:
+            return False
+        return not self.replaced or not (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        )
+
+
+@dataclass(slots=True)
+class Proof(Attached):
+    """Why a site computes what its module does, as long as the module stays as it was.
+
+    Attributes:
+        kept: attributes read from the module and from its submodules that do not run.
+    """
+
+    kept: tuple[_Kept, ...] = field(default=())
+
+    @classmethod
+    def of(cls, module: nn.Module, reads: Reads, projections: Any = ()) -> Proof:
+        """Return the proof for a module; its site calls ``projections``, too."""
+        parts: dict[Path, list[str]] = {(): []}
+        for path, name in reads:
+            if not (path and path[0] in projections) and (path, name) != ((), "forward"):
+                parts.setdefault(path, []).append(name)
+        return cls(tuple(_Kept.of(module, *part, projections) for part in parts.items()))
+
+    @property
+    def leaves_out_modules(self) -> bool:
+        """Whether submodules exist that do not run."""
+        return len(self.kept) > 1
+
+    def holds(self) -> bool:
+        """Return whether nothing has changed."""
+        return all(part.holds() for part in self.kept)
+
+
+def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument of a call with one argument, also by name; None if it has more."""
+    values = (*args, *kwargs.values())
+    return values[0] if len(values) == 1 else None
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in _FLOATS and has_storage(x)
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +278,7 @@ class Site(Attached):
         removed: True once it is disabled for good, while something may still call its forward.
         proof: why it computes what the module does; None if it runs the module's own forward.
         doubted: whether a warning said that the proof no longer holds.
+        watched: whether the bits of an output have been watched for writes that autograd misses.
     """
 
     name: str
@@ -53,6 +289,17 @@ class Site(Attached):
     removed: bool = False
     proof: Proof | None = None
     doubted: bool = False
+    watched: bool = False
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module does, keeping codes where that is wanted and possible."""
+        raise NotImplementedError
+
+    def original(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward as it would be without the site."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
     def format(self, numel: int) -> str:
         """Return the format of a code of rows of ``numel`` values."""
@@ -65,11 +312,47 @@ class Site(Attached):
             self.formats[key] = str(fit_codec(self.codec, numel).message_format)
         return self.formats[key]
 
-    def original(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward as it would be without the site."""
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
-        return type(module).forward(module, *args, **kwargs)
+    def stands(self, module: nn.Module) -> bool:
+        """Return whether the site still computes what its module would; warns if not.
+
+        A compiled graph does not check: later changes require a new compilation anyway.
+        """
+        if torch.compiler.is_compiling() or self.proof is None:
+            return True
+        if self.proof.holds() and not (self.proof.leaves_out_modules and has_global_hooks()):
+            return True
+        if not self.doubted:
+            self.doubted = True
+            rank_zero_warn(
+                f"`{self.name}` ({type(module).__name__}) was changed since its saved activations "
+                "were quantized: an attribute, a submodule or a hook. It runs its own forward now, "
+                "without codes. Change modules before `quantize_activations`, or call "
+                "`remove()` of the handle and quantize again."
+            )
+        return False
+
+    def takes(self, x: Any) -> bool:
+        """Return whether the site is to keep codes of an input."""
+        return self.enabled and self.codec is not None and _is_plain(x) and x.dim() in DIMS
+
+    def encodes(self, x: Any) -> bool:
+        """Return whether the site is to keep a code of the input itself."""
+        codec = self.codec
+        if codec is None or not self.takes(x):
+            return False
+        known = not torch.compiler.is_compiling() and (codec, x.shape[-1]) in self.formats
+        return known or is_worth_a_code(codec, x.shape[-1])
+
+    def note(self, output: Tensor, **tensors: Tensor | None) -> None:
+        """Show observers what the site encodes and returns; watch the bits of its first output."""
+        for each in observers():
+            each.call(self, output, tensors)
+        self.watch(output)
+
+    def watch(self, tensor: Tensor) -> None:
+        """In the site's first call, let readers of a tensor with a source compare its bits."""
+        if not self.watched:
+            self.watched = remember_bits(tensor, self.name)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,6 +373,20 @@ class NormSite(Site):
     bias: str | None
     amax: bool
 
+    @override
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = _only(args, kwargs)
+        weight, bias = (None if n is None else getattr(module, n) for n in (self.weight, self.bias))
+        plain = self.encodes(x) and x.shape[-1] == self.size and not isinstance(weight, DTensor)
+        if not plain or not _needs_gradient(x, weight, bias) or not self.stands(module):
+            return self.original(module, *args, **kwargs)
+        format = self.format(x.shape[-1])
+        # FSDP2 frees the parameters of a norm before the backward of a linear layer in another unit
+        copies = is_sharded(module)
+        y = quantized_norm(x, weight, bias, self.layer, format, amax=self.amax, copies=copies)
+        self.note(y, x=x, weight=weight, bias=bias)
+        return y
+
 
 @dataclass(kw_only=True, slots=True)
 class ActivationSite(Site):
@@ -97,6 +394,20 @@ class ActivationSite(Site):
 
     activation: str
     amax: bool
+
+    @override
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = _only(args, kwargs)
+        if not self.encodes(x) or not _needs_gradient(x) or not self.stands(module):
+            return self.original(module, *args, **kwargs)
+        return self.activated(x)
+
+    def activated(self, x: Tensor) -> Tensor:
+        """Return the function's value, keeping a code of ``x``."""
+        format = self.format(x.shape[-1])
+        y = quantized_activation(x, None, self.activation, format, amax=self.amax)
+        self.note(y, x=x)
+        return y
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,6 +419,15 @@ class FunctionSite(ActivationSite):
     """
 
     attribute: str
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the function."""
+        x = _only(args, kwargs)
+        if self.encodes(x) and _needs_gradient(x):
+            return self.activated(x)
+        if self.previous is None:
+            raise AssertionError("the function that a site took the place of")
+        return self.previous(*args, **kwargs)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,6 +449,38 @@ class MLPSite(Site):
     down: str
     amax: bool
 
+    @override
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = _only(args, kwargs)
+        wanted = self.takes(x)  # codes are of the wider inner tensors
+        saves = wanted and (_needs_gradient(x) or _needs_gradient(*module.parameters()))
+        if not saves or not self.stands(module):
+            return self.original(module, *args, **kwargs)
+        up: Tensor | None = None
+        gate = getattr(module, self.gate)(x)
+        if self.gate == self.up:
+            gate, up = gate.chunk(2, dim=-1)
+        elif self.up is not None:
+            up = getattr(module, self.up)(x)
+            if (up.dtype, up.shape) != (gate.dtype, gate.shape):  # by hooks or adapters
+                dtype = torch.promote_types(gate.dtype, up.dtype)
+                shape = torch.broadcast_shapes(gate.shape, up.shape)  # type: ignore[no-untyped-call]
+                gate, up = gate.to(dtype).expand(shape), up.to(dtype).expand(shape)
+        format = self.format(gate.shape[-1])
+        inner = quantized_activation(gate, up, self.activation, format, amax=self.amax)
+        self.note(inner, gate=gate, up=up)
+        return getattr(module, self.down)(inner)
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None, matmul: Matmul
+) -> Tensor:
+    y = linear(x, weight, bias, source, matmul)
+    if source is not None:  # otherwise the weight has no gradient, or no site made x
+        for each in observers():
+            each.reader(x, y)
+    return y
+
 
 @dataclass(kw_only=True, slots=True)
 class LinearSite(Site):
@@ -144,49 +496,49 @@ class LinearSite(Site):
     matmul: Matmul
     native: str
 
+    @override
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = _only(args, kwargs)
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        float8 = self.matmul != "native" and (torch.is_grad_enabled() or module.training)
+        plain = self.enabled and _is_plain(x) and not isinstance(weight, DTensor)
+        source = self.source(x) if plain and _needs_gradient(weight) else None
+        if not plain or (source is None and not float8):
+            return self.original(module, *args, **kwargs)
+        weight = weight.t() if self.transposed else weight
+        return _linear(x, weight, bias, source, self.matmul if float8 else "native")
+
+    def source(self, x: Tensor) -> Source | None:
+        """Source of the input, made now if a code for this layer alone saves memory."""
+        source = source_of(x)
+        if source is not None:
+            return source
+        format: str | None = getattr(x, _ALONE, None)
+        if format is None and self.codec is not None:
+            format = self.format(x.shape[-1])
+        if format is None:
+            return None
+        source = encode_source(x, format)
+        attach(x, source)  # for other layers that read it
+        self.watch(x)
+        return source
+
 
 @dataclass(kw_only=True, slots=True)
 class DropoutSite(Site):
     """Dropout; its output has no source, and nobody else saves it."""
 
-
-@dataclass(slots=True)
-class Regions:
-    """Operators of a checkpointed layer, as far as they were watched.
-
-    Attributes:
-        continuous: number of graph nodes of each watched forward; a forward with another number
-            has other operators.
-        exact: why the input is kept exactly from now on; empty if it is not.
-        watch: whether to watch the next forward.
-        watched: number of watched forwards.
-    """
-
-    continuous: set[int] = field(default_factory=set)
-    exact: str = ""
-    watch: bool = True
-    watched: int = 0
-
-    def note(self, nodes: int, found: str = "") -> str:
-        """Take in a watched forward; return why the input is kept exactly from now on, or "".
-
-        Args:
-            nodes: number of its graph nodes.
-            found: first operator that is not known to be continuous.
-        """
-        self.watched += 1
-        self.continuous.add(nodes)
-        if found:
-            self.exact = f"`{found}` in them is not known to be continuous"
-        elif self.watched > _MAX_WATCHED:
-            self.exact = "their operators change from call to call"
-        return self.exact
-
-    def takes_codes(self, nodes: int) -> bool:
-        """Return whether a forward of so many nodes was found continuous; else watch the next."""
-        is_known = nodes in self.continuous and not self.exact
-        self.watch = not is_known
-        return is_known
+    @override
+    def forward(self, module: nn.Dropout, *args: Any, **kwargs: Any) -> Any:
+        x = _only(args, kwargs)
+        source = source_of(x) if self.enabled and _is_plain(x) else None
+        if source is not None and (module.p == 0 or not module.training):
+            return x  # the original's result would have no source in a trace
+        result = self.original(module, *args, **kwargs)
+        if source is not None:
+            setattr(result, _ALONE, source.codes.format)
+        return result
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,6 +555,22 @@ class HookSite(Site):
     kind: Literal["attention", "checkpoint", "other"]
     regions: Regions = field(default_factory=Regions)
 
+    @override
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = self.enabled and torch.is_grad_enabled()
+        if self.kind == "checkpoint":
+            wanted = wanted and module.training and is_checkpointed(module)
+            if wanted:  # if checkpointing was switched on late: from the next call on
+                pack_around_checkpoint(module, self)
+        if not wanted or (self.codec is None and torch.compiler.is_compiling()):
+            return self.original(module, *args, **kwargs)
+        return _hooked(module, self, *args, **kwargs)
+
+
+@torch.compiler.disable(reason="saved-tensor hooks of quantized activations")  # type: ignore[no-untyped-call, untyped-decorator]
+def _hooked(module: nn.Module, site: HookSite, *args: Any, **kwargs: Any) -> Any:
+    return run_packed(module, site, lambda: site.original(module, *args, **kwargs), (args, kwargs))
+
 
 @dataclass(kw_only=True, slots=True)
 class MultiheadSite(HookSite):
@@ -213,6 +581,101 @@ class MultiheadSite(HookSite):
     """
 
     matmul: Matmul
+
+    @override
+    def forward(
+        self,
+        module: nn.MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        weight = module.in_proj_weight
+        itself = query is key and key is value and not args and _is_plain_linear(module.out_proj)
+        saves = self.enabled and itself and _needs_gradient(weight)
+        source = source_of(query) if saves and _is_plain(query) else None
+        if source is None or isinstance(weight, DTensor) or not _takes(module, kwargs):
+            return HookSite.forward(self, module, query, key, value, *args, **kwargs)
+        projected = _linear(query, weight, module.in_proj_bias, source, self.matmul)
+        return _self_attention(module, projected, **kwargs), None
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether attention may read a projection's weight without running its forward."""
+    replaced = "forward" in module.__dict__ and not isinstance(site_of(module), LinearSite)
+    return type(module).forward is nn.Linear.forward and not replaced
+
+
+_ATTENTION_OPTIONS = {
+    "key_padding_mask",
+    "need_weights",
+    "attn_mask",
+    "average_attn_weights",
+    "is_causal",
+}
+
+
+def _takes(module: nn.MultiheadAttention, options: Mapping[str, Any]) -> bool:
+    """Whether ``_self_attention`` computes what the module would with these options."""
+    return (
+        not options.get("need_weights", True)
+        and module.in_proj_weight is not None
+        and module.bias_k is None
+        and not module.add_zero_attn
+        and options.keys() <= _ATTENTION_OPTIONS
+    )
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def _self_attention(
+    module: nn.MultiheadAttention,
+    projected: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """``nn.MultiheadAttention`` of a tensor with itself, from projected queries, keys and values.
+
+    ``projected`` is ``[B, L, 3 * E]`` if ``module.batch_first``, else ``[L, B, 3 * E]``; ``[L, 3 *
+    E]`` without a batch. Returns the shape of ``projected``, with ``E`` channels.
+    """
+    heads = module.num_heads
+    batched = projected.dim() == 3
+    x = projected if batched else projected.unsqueeze(0)
+    if batched and not module.batch_first:
+        x = x.transpose(0, 1)
+    batch, length = x.shape[:2]
+    shape = (batch, length, heads, x.shape[-1] // (3 * heads))
+    q, k, v = (part.reshape(shape).transpose(1, 2) for part in x.chunk(3, dim=-1))
+    if is_causal and key_padding_mask is None:
+        mask = None
+    else:
+        is_causal, mask = False, None
+        if attn_mask is not None:
+            mask = _additive(attn_mask, q.dtype)
+            mask = mask.view(batch, heads, length, length) if mask.dim() == 3 else mask
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, length)
+            mask = padding if mask is None else mask + padding
+    p = module.dropout if module.training else 0.0
+    mixed = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
+    # Same strides as the module's own output, so that dropout behind it draws the same mask.
+    y = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
+    if not batched:
+        y = y.squeeze(1)
+    elif module.batch_first:
+        y = y.transpose(0, 1)
+    result: Tensor = y
+    return result
 
 
 def site_of(module: nn.Module) -> Site | None:
@@ -250,12 +713,12 @@ def quantizes(site: Site) -> bool:
     return site.codec is not None or isinstance(site, LinearSite) and site.matmul != "native"
 
 
-def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> None:
-    """Give a module a site; raise ``RuntimeError`` if it has one already.
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.__dict__[_SITE].forward(module, *args, **kwargs)
 
-    ``forward`` takes the module and its arguments, and finds the site by ``module._lq_site``; for a
-    ``FunctionSite``, the site and the function's argument.
-    """
+
+def install_site(module: nn.Module, site: Site) -> None:
+    """Give a module a site; raise ``RuntimeError`` if it has one already."""
     key = _FUNCTION if isinstance(site, FunctionSite) else _SITE
     earlier: Site | None = module.__dict__.get(key)
     if earlier is not None and not earlier.removed:
@@ -267,13 +730,12 @@ def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> 
     module.__dict__[key] = site
     if isinstance(site, FunctionSite):
         site.previous = module.__dict__[site.attribute]
-        module.__dict__[site.attribute] = partial(forward, site)
-    elif earlier is not None and type(earlier) is type(site):
+        module.__dict__[site.attribute] = site.call
+    elif earlier is not None:
         site.previous = earlier.previous  # its wrapped forward finds the new site
     else:
-        own = module.__dict__.get("forward")
-        site.previous = own if earlier is None else earlier.previous
-        bind_forward(module, forward, key)
+        site.previous = module.__dict__.get("forward")
+        bind_forward(module, _forward, key)
 
 
 def remove_site(module: nn.Module, site: Site) -> None:
@@ -287,9 +749,7 @@ def remove_site(module: nn.Module, site: Site) -> None:
         return
     if isinstance(site, FunctionSite):
         present = module.__dict__.get(site.attribute)
-        if isinstance(present, partial) and present.args[:1] == (
-            site,
-        ):  # otherwise it was set since
+        if getattr(present, "__self__", None) is site:  # otherwise it was set since
             module.__dict__[site.attribute] = site.previous
     elif not isinstance(module.__dict__.get("forward"), types.MethodType):
         site.enabled, site.removed = False, True

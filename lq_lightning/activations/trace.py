@@ -28,7 +28,16 @@ from typing_extensions import Self
 from lq_lightning._compat.modes import OperatorMode
 
 from .algebra import OPERATORS, Formula, UnknownFormula, atom, number
-from .proof import Inherited, Path, Read, Reads, is_constant, is_function_without_state, is_settings
+from .sites import (
+    Inherited,
+    Path,
+    Reads,
+    has_value,
+    is_constant,
+    is_function_without_state,
+    is_settings,
+    module_at,
+)
 
 _ATTRIBUTES = {"dtype", "ndim"}
 _PARTS = {"slice", "split", "split_with_sizes"}
@@ -183,14 +192,10 @@ class _Operators(OperatorMode):
 class Trace:
     """One run.
 
-    Args:
-        dtype: dtype of the input.
-        norms: functions of torch whose calls are recorded.
-        knows_width: whether every input has the last dimension of this run's input.
-        autocast: run under autocast to bf16.
+    ``knows_width`` says whether every input has the last dimension of this run's input.
 
     Attributes:
-        functional: whether one of ``norms`` was called.
+        functional: whether one of the functions of torch in ``norms`` was called.
         calls: argument, a leaf, and its copy, the result, of each stand-in for a projection.
         paused: whether code other than the module's is running.
     """
@@ -296,12 +301,8 @@ class Trace:
     def run(self, function: Callable[[Tensor], Any], x: Tensor) -> tuple[Tensor, Formula]:
         """Run the code on an input; return its output and the formula of that.
 
-        Args:
-            function: the code.
-            x: its input; other tensors that it may use were given to ``add``.
-
-        Raises:
-            NotKnown: it does something unknown.
+        Raises ``NotKnown`` if it does something unknown. Other tensors it may use were given to
+        ``add``.
         """
         self.add(x, atom("input"))
         autocast = torch.autocast("cpu", dtype=torch.bfloat16) if self.autocast else nullcontext()
@@ -403,12 +404,9 @@ def _probed(cls: Any, *before: type) -> type:
 
 
 class Probe:
-    """A stand-in for a module and its submodules.
+    """A stand-in for a module and its submodules, which have no parameters.
 
-    Args:
-        module: the module.
-        parameters: parameters of the stand-in, by name; submodules have none.
-        widths: output widths of its projections, by name; None means the width of its input.
+    ``widths`` are the output widths of its projections; None means the width of the input.
 
     Attributes:
         trace: trace of the current run.
@@ -463,15 +461,15 @@ class Probe:
             if name in own[key]:
                 value = own[key][name]
                 real = vars(module)[key].get(name)
-                self.reads[Read(path, name)] = real
+                self.reads[path, name] = real
                 return value
         if name == "training":
             return own[name]
         if name in own:
             value = own[name]
-            self.reads[Read(path, name)] = value
+            self.reads[path, name] = value
         else:
-            self.reads[Read(path, name)] = Inherited.of(type(module), name)
+            self.reads[path, name] = Inherited.of(type(module), name)
             value = object.__getattribute__(made, name)
         if isinstance(value, types.MethodType) and any(
             value.__self__ is each for each in (made, module)
@@ -491,3 +489,24 @@ class Probe:
         for made in self._probes:
             object.__getattribute__(made, "__dict__")["training"] = training
         return trace.run(lambda value: self._function(self._top, value), x)
+
+
+def reads_same(module: nn.Module, reads: Reads) -> bool:
+    """Return whether a module has the same values for everything that code read in another one."""
+    for (path, name), value in reads.items():
+        part = module_at(module, path)
+        if part is None:
+            return False
+        own = vars(part)
+        if name in own["_parameters"]:
+            found = own["_parameters"][name]
+            if (found is None) != (value is None):
+                return False
+            if found is not None and (not isinstance(value, Tensor) or found.shape != value.shape):
+                return False
+        elif name in own["_modules"]:
+            if type(own["_modules"][name]) is not type(value):
+                return False
+        elif not has_value(part, name, value):
+            return False
+    return True

@@ -29,13 +29,12 @@ from lq_lightning.activations import (
     plan_activations,
     quantize_activations,
 )
-from lq_lightning.activations.accounting import is_measured
 from lq_lightning.activations.adaptation import MAX_ERROR, Adaptation, is_adaptable, widen
 from lq_lightning.activations.calibrate import FULL_PRECISION
+from lq_lightning.activations.measure import CodeMeter, is_measured
 from lq_lightning.activations.policy import SiteKind, resolve_policy
 from lq_lightning.activations.report import ActivationReport
 from lq_lightning.activations.sites import Site, quantizes, sites_of
-from lq_lightning.activations.sources import CodeMeter
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.partition import kept_stages
 
@@ -52,11 +51,7 @@ _COMPILED_BEFORE = 16  # variants for evaluation, other shapes, and before the c
 
 
 class _RecipeAdaptation:
-    """One choice of bits per ``fit``, saved in checkpoints; arguments are those of the callback.
-
-    Raises:
-        ValueError: ``adapt`` is not a bound, True or False, or there is a budget as well.
-    """
+    """One choice of bits per ``fit``, saved in checkpoints; arguments are those of the callback."""
 
     def __init__(self, owner: str, recipe: Any, budget: Any, adapt: bool | float | None) -> None:
         if adapt is None:
@@ -78,10 +73,7 @@ class _RecipeAdaptation:
         self._measuring: Adaptation | None = None
         self._tries = 0
         self._bits: dict[str, int] | None = None
-        self._batch, self._fit = (
-            ExitStack(),
-            ExitStack(),
-        )  # contexts of the measured batch, and of the fit
+        self._batch, self._fit = ExitStack(), ExitStack()  # contexts of the measured batch, the fit
 
     def stop(self) -> None:
         """Stop measuring; the choice stays, for checkpoints."""
@@ -147,8 +139,8 @@ class _RecipeAdaptation:
             self._batch.close()
             self._tries += 1
             if adaptation.reason and self._tries < _TRIES:
-                again = Adaptation(max_error=self._max_error, model_sites=adaptation.model_sites)
-                self._measuring = again
+                sites = adaptation.model_sites
+                self._measuring = Adaptation(max_error=self._max_error, model_sites=sites)
                 return
             self._bits = adaptation.bits
             self._allow_variants()

@@ -43,24 +43,22 @@ class Removable(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatePlacement:
-    """The gates of this rank, at work.
+    """The gates of this rank, at work, and their joins with other ranks.
 
     Attributes:
-        gates: Gates by name; the same names in the same order on all ranks that ``average`` joins.
-        attached: Handle that takes them out of the model.
-        device: Device on which gradients are averaged.
-        average: Averages a float32 tensor on ``device``, in place or not, over the ranks that hold
-            replicas of these gates. None: there are none.
-        total: Sums a float64 tensor on the CPU over ranks that hold other gates of one mean. None:
-            there are none.
-        gather: Returns the argument, a picklable object, of each rank that ``average`` joins.
-        after_step: Called after widths have changed, on all ranks.
-        names: Names of all gates that share the mean, in one order on all ranks; empty: those of
-            ``gates``.
-        join: Joins entries by name of all ranks that ``total`` joins, on all of them.
-        finish: Called when the run has ended, on all ranks: makes an optimizer of all gates from
-            that of this rank's gates.
-        backward_in_step: Whether ``training_step`` runs backward passes, before ``zero_grad``.
+        gates: gates by name; the same names in the same order on all ranks that ``average`` joins.
+        attached: handle that takes them out of the model.
+        device: device on which gradients are averaged.
+        average: averages a float32 tensor on ``device`` over the ranks that hold replicas of these
+            gates; None if there are none.
+        total: sums a float64 tensor on the CPU over ranks that hold other gates of one mean; None
+            if there are none.
+        gather: returns the argument, a picklable object, of each rank that ``average`` joins.
+        after_step: called after widths have changed, on all ranks.
+        names: names of all gates that share the mean, in one order on all ranks; empty: ``gates``.
+        join: joins entries by name of all ranks that ``total`` joins, on all of them.
+        finish: called on all ranks at the end: makes an optimizer of all gates from this rank's.
+        backward_in_step: whether ``training_step`` runs backward passes, before ``zero_grad``.
     """
 
     gates: Mapping[str, BitGate]
@@ -146,10 +144,7 @@ def place_in_model(
     """Hold gates for a whole model on every rank, at sites in it, before it is sharded.
 
     Gradients are averaged over all ranks: those that compute the same hidden states, as with tensor
-    parallelism, have the same ones.
-
-    Raises:
-        ValueError: A site does not exist.
+    parallelism, have the same ones. Raises ``ValueError`` if a site does not exist.
     """
     gates = {site: make_gate(site) for site in find_sites(module, sites)}
     attached = attach(module, gates)
@@ -171,16 +166,13 @@ class PipelineGates:
     """The gates of a pipeline's boundaries; all ranks make one and call its methods together.
 
     A listener of the pipeline: ``starts``, ``encode`` and ``returned`` are for its engine.
-    ``state`` holds the gates of all
-    boundaries, of any number of stages: boundaries that no longer exist are dropped, new ones begin
-    at the mean, each with a warning.
+    ``state`` holds the gates of all boundaries, of any number of stages: boundaries that no longer
+    exist are dropped, new ones begin at the mean, each with a warning. Errors are raised on all
+    ranks: ``ValueError`` if ``state`` has gates that mean something else, ``RuntimeError`` if ranks
+    have other options or another ``state``.
 
     Attributes:
         optimizer: optimizer of the gates of the boundaries that this rank sends over, by name.
-
-    Raises:
-        ValueError: on all ranks: ``state`` has gates that mean something else.
-        RuntimeError: on all ranks: ranks have other options, or another ``state``.
     """
 
     def __init__(

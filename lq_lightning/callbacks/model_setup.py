@@ -55,11 +55,9 @@ class AfterConfigureModel:
 
 
 def check_strategy(name: str, strategy: Strategy) -> None:
-    """Check that a callback of this name works with a strategy and its device.
+    """Raise ``ValueError`` unless a callback of this name works with a strategy and its device.
 
-    Raises:
-        ValueError: It is none of this package's, DDP, ``ModelParallelStrategy`` or a single device,
-            or is one of the package ``pytorch_lightning``, whose classes are others.
+    Classes of the package ``pytorch_lightning`` are others than those of ``lightning.pytorch``.
     """
     if any(c.__module__.partition(".")[0] == "pytorch_lightning" for c in type(strategy).__mro__):
         raise ValueError(

@@ -72,27 +72,17 @@ def training_loss(
 
 def accumulates(trainer: pl.Trainer) -> bool:
     """Return whether gradients of other batches exist during a step, now or in a later epoch."""
-    schedulers = [
-        callback
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler)
-    ]
     return trainer.accumulate_grad_batches > 1 or any(
-        each.going_to_accumulate_grad_batches() for each in schedulers
+        isinstance(each, GradientAccumulationScheduler) and each.going_to_accumulate_grad_batches()
+        for each in trainer.callbacks  # type: ignore[attr-defined]
     )
 
 
 def count_values(batch: Any) -> int:
     """Return the number of values in all tensors of a batch."""
-    values = 0
-
-    def count(tensor: Tensor) -> Tensor:
-        nonlocal values
-        values += tensor.numel()
-        return tensor
-
-    apply_to_collection(batch, Tensor, count, allow_frozen=True)
-    return values
+    counts: list[int] = []
+    apply_to_collection(batch, Tensor, lambda t: counts.append(t.numel()), allow_frozen=True)
+    return sum(counts)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

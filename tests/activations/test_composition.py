@@ -20,11 +20,13 @@ from lq_testing.small_block import (
     saved_nbytes,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.activations import ActivationPolicy, ActivationRule
+from lq_lightning.activations.functions import source_of
 from lq_lightning.activations.measure import SavedTensors
+from lq_lightning.activations.policy import RECIPES
 from lq_lightning.activations.sites import sites_of
-from lq_lightning.activations.sources import source_of
 
 
 def test_graph_is_kept_for_a_second_backward(block: Block, x: Tensor, quantize: Quantize) -> None:
@@ -193,6 +195,38 @@ def test_source_follows_the_values(x: Tensor, quantize: Quantize, change: str, k
     del output
     full = [s for s in saved.storages if s.nbytes == x.numel() * 4]
     assert len(full) == kept
+
+
+@pytest.mark.parametrize("recipe", ["agoq", "coat"])
+@pytest.mark.parametrize("kind", ["norm", "activation", "linear", "checkpoint"])
+def test_a_write_that_autograd_does_not_see_is_refused_in_the_first_batch(
+    x: Tensor, quantize: Quantize, recipe: str, kind: str
+) -> None:
+    """Layers behind it would read what the tensor was before."""
+    maker = {"activation": nn.GELU(), "linear": nn.Tanh()}.get(kind, nn.LayerNorm(WIDTH))
+    layers = nn.ModuleList([maker, *(nn.Linear(WIDTH, WIDTH) for _ in range(2))])
+    policy = RECIPES[recipe]
+    quantize(layers, replace(policy, linear="int8") if kind == "linear" else policy)
+    factor = torch.tensor(2.0)
+
+    def forward(x: Tensor) -> Tensor:
+        h = layers[0](x)
+        y = layers[1](h)
+        h.data.mul_(factor)
+        return (y + layers[2](h.flatten(0, 1)).view_as(y)).sum()
+
+    def run() -> Tensor:
+        return checkpoint(forward, x, use_reentrant=False) if kind == "checkpoint" else forward(x)
+
+    name = {"linear": "1"}.get(kind, "0")
+    with pytest.raises(RuntimeError, match=f"the code of `{name}` was changed .*does not see"):
+        run()
+    run()  # nothing is compared after the first call
+    factor.fill_(1.0)
+    for module in layers:
+        for site in sites_of(module):
+            site.watched = False
+    run().backward()  # nor is anything wrong
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])

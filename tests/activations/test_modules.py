@@ -21,7 +21,7 @@ from lq_testing.small_block import (
 from torch import Tensor, nn
 
 from lq_lightning.activations import ActivationPolicy
-from lq_lightning.activations.sources import CodeMeter
+from lq_lightning.activations.measure import CodeMeter
 
 
 @pytest.mark.parametrize(("recipe", "bound"), [(EXACT, 0.01), ("coat", 0.1), ("fp8-4bit", 0.2)])

@@ -9,9 +9,9 @@ from torch._subclasses import FakeTensorMode
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
 from lq_lightning.activations.functions import output_dtype
+from lq_lightning.activations.measure import CodeMeter
 from lq_lightning.activations.recognize import Recognizer
 from lq_lightning.activations.sites import NormSite, site_of
-from lq_lightning.activations.sources import CodeMeter
 
 WIDTH = 64
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lq_lightning import QuantizationMonitor, QuantizedFSDPStrategy, QuantizedPrecision
 from lq_lightning.activations import quantize_activations
-from lq_lightning.activations.sources import source_of
+from lq_lightning.activations.functions import source_of
 
 PLAIN = {"weights": "none", "gradients": "none"}
 
@@ -99,15 +99,9 @@ def _more_on_two_ranks(rank: int, world: int, root: str) -> None:
     assert inside.names == kept
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    run_ranks(_two_ranks, 2, str(tmp_path), backend=None, torchrun=True, timeout=120)
-
-
-def test_two_ranks_compiled_and_tensor_parallel(tmp_path: Path) -> None:
-    run_ranks(_more_on_two_ranks, 2, str(tmp_path), backend=None, torchrun=True, timeout=120)
-
-
 def _units_of_their_own(rank: int, world: int) -> None:
+    """The parameters of the norm are freed when the backward of the linear layer needs them."""
+
     def gradients(quantized: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
@@ -129,6 +123,11 @@ def _units_of_their_own(rank: int, world: int) -> None:
     assert 0 < float((coded - exact).norm() / exact.norm()) < 0.02
 
 
-def test_norm_and_linear_layer_in_different_units() -> None:
-    """The parameters of the norm are freed when the backward of the linear layer needs them."""
-    run_ranks(_units_of_their_own, 1)
+def _all(rank: int, world: int, root: str) -> None:
+    _two_ranks(rank, world, root)
+    _more_on_two_ranks(rank, world, root)
+    _units_of_their_own(rank, world)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    run_ranks(_all, 2, str(tmp_path), backend=None, torchrun=True, timeout=240)

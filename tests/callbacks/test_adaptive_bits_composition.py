@@ -100,15 +100,6 @@ def test_steps_that_the_scaler_leaves_out_do_not_move_gates(
     assert bits.optimizer.skipped_lines == 0
 
 
-def test_steps_that_the_strategy_leaves_out_do_not_move_gates(tmp_path: Path) -> None:
-    strategy = QuantizedFSDPStrategy(skip_nonfinite_steps=True)
-    bits = AdaptiveBits(**FAST)
-    run = trainer(strategy, str(tmp_path), 1, callbacks=[bits], max_steps=4)
-    with pytest.warns(UserWarning, match="optimizer step skipped"):
-        run.fit(model(Overflows, "sgd"), loader())
-    assert states(bits)[HEAD][3].tolist() == [3.0] * 24
-
-
 def test_searching_a_learning_rate_leaves_no_trace(tmp_path: Path) -> None:
     bits = AdaptiveBits(**FAST)
     run = trainer("auto", str(tmp_path), 1, callbacks=[bits])
@@ -133,11 +124,25 @@ class NoLoss(TinyModule):
         return None if batch_idx == 1 else super().training_step(tokens, batch_idx)
 
 
+class Small(TinyModule):
+    def configure_optimizers(self) -> Any:
+        return QuantizedAdamW(self.parameters(), lr=1e-3)
+
+
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
-def test_batches_without_a_loss_do_not_move_gates(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:optimizer step skipped")
+@pytest.mark.parametrize(
+    ("kind", "skips", "steps"), [(NoLoss, False, 3), (Overflows, True, 3), (Small, False, 4)]
+)
+def test_gates_step_when_the_optimizer_of_the_model_does(
+    kind: type[TinyModule], skips: bool, steps: int, tmp_path: Path
+) -> None:
+    """Not in batches without a loss or steps that the strategy leaves out."""
+    strategy = QuantizedFSDPStrategy(skip_nonfinite_steps=True) if skips else "auto"
     bits = AdaptiveBits(**FAST)
-    trainer("auto", str(tmp_path), 1, callbacks=[bits], max_steps=3).fit(model(NoLoss), loader())
-    assert states(bits)[HEAD][3].tolist() == [2.0] * 24
+    run = trainer(strategy, str(tmp_path), 1, callbacks=[bits], max_steps=4)
+    run.fit(model(kind), loader())
+    assert states(bits)[HEAD][3].tolist() == [float(steps)] * 24
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
@@ -271,15 +276,6 @@ def test_evaluation_has_the_same_widths_and_counts_nothing(tmp_path: Path) -> No
     run = trainer("auto", str(tmp_path), 1, callbacks=[bits, Widths()])
     run.fit(model(), loader(), loader(4))
     assert seen[-1].tolist() == seen[-2].tolist() != seen[0].tolist()
-
-
-def test_quantized_optimizers_step_gates_too(tmp_path: Path) -> None:
-    class Small(TinyModule):
-        def configure_optimizers(self) -> Any:
-            return QuantizedAdamW(self.parameters(), lr=1e-3)
-
-    bits, _ = train(model(Small), tmp_path)
-    assert states(bits)[HEAD][3].tolist() == [8.0] * 24
 
 
 # --- loggers --------------------------------------------------------------------------------------
