@@ -23,7 +23,7 @@ import torch
 from benchmarks.activation_kernels import Case, norm_case, rotating_calls
 from benchmarks.common import REPOSITORY, time_cuda_calls, write_report
 from lq_lightning.kernels.message.launch_cache import forget_calls
-from lq_lightning.kernels.norm import triton_backward, triton_forward
+from lq_lightning.kernels.norm import triton_kernels
 from lq_lightning.kernels.norm.tiles import SCHEDULES, Schedule
 
 TABLE = REPOSITORY / "kernels" / "norm" / "tiles.py"
@@ -66,8 +66,7 @@ def cases(operator: str) -> list[Case]:
 def force(schedule: Schedule) -> None:
     """Make every launch use ``schedule``."""
     forget_calls()
-    for module in (triton_forward, triton_backward):
-        module.choose_schedule = lambda *_: schedule  # type: ignore[attr-defined]
+    triton_kernels.choose_schedule = lambda *_: schedule  # type: ignore[attr-defined, assignment]
 
 
 def compile_schedule(operator: str, block: int, schedule: Schedule) -> None:

@@ -26,7 +26,7 @@ from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT
 from lq_lightning.kernels.message.launch_cache import Launch, launch_nothing
 from lq_lightning.kernels.message.matrix import is_flat
-from lq_lightning.kernels.norm.triton_tiles import factor_of
+from lq_lightning.kernels.norm.triton_kernels import factor_of
 
 
 @triton.jit

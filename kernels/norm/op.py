@@ -131,7 +131,7 @@ def norm_quantize(
     check_parameter("bias", bias, x.shape[1])
     if not x.is_cuda:
         return cpu.norm_quantize(x, weight, bias, eps, kind, fmt, dtype, amax)
-    from .triton_forward import launch_norm_quantize
+    from .triton_kernels import launch_norm_quantize
 
     made = _fake_norm_quantize(x, weight, bias, eps, kind, format, dtype, amax)
     made[3].zero_()
@@ -169,7 +169,7 @@ def norm_dequantize(
     check_parameter("bias", bias, numel)
     if not message.is_cuda:
         return cpu.norm_dequantize(message, rstd, weight, bias, numel, kind, fmt, dtype, x_dtype)
-    from .triton_forward import launch_norm_dequantize
+    from .triton_kernels import launch_norm_dequantize
 
     y = rstd.new_empty(rstd.shape[0], numel, dtype=dtype)
     launch = launch_norm_dequantize(message, rstd, weight, bias, kind, fmt, x_dtype, y)
@@ -227,7 +227,7 @@ def norm_backward(
     check_parameter("weight", weight, numel)
     if not dy.is_cuda:
         return cpu.norm_backward(message, rstd, dy, weight, kind, fmt, dtype, parameters)
-    from .triton_backward import launch_norm_backward
+    from .triton_kernels import launch_norm_backward
 
     made = _fake_norm_backward(message, rstd, dy, weight, kind, format, dtype, parameters)
     return Launched(made, launch_norm_backward(message, rstd, dy, weight, kind, fmt, *made))

@@ -78,7 +78,7 @@ def check_forward(
     x: Tensor, kind: str, fmt: MessageFormat, device: torch.device, weighted: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Compare the forward; return the message and the statistics."""
-    from lq_lightning.kernels.norm.triton_forward import launch_norm_quantize
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_quantize
 
     rows, numel = x.shape
     weight, bias = parameters_of(kind, numel, x.dtype) if weighted else (None, None)
@@ -118,7 +118,7 @@ def check_rebuild(
     device: torch.device,
 ) -> None:
     """Equal bits, since there are no sums."""
-    from lq_lightning.kernels.norm.triton_forward import launch_norm_dequantize
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_dequantize
 
     weight, bias = parameters_of(kind, numel, torch.float32)
     expected = reference.norm_dequantize(
@@ -139,7 +139,7 @@ def check_backward(
     device: torch.device,
     weighted: bool = True,
 ) -> None:
-    from lq_lightning.kernels.norm.triton_backward import launch_norm_backward
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_backward
 
     weight = torch.randn(dy.shape[1]) if weighted else None
     expected = reference.norm_backward(message, rstd, dy, weight, kind, fmt, dy.dtype, True)
@@ -207,7 +207,7 @@ def test_no_rows_and_rows_apart(numel: int, device: torch.device) -> None:
         message[:0] if message.shape[0] > 1 else message[:, :0],
         *(rstd[:0], wide[:0], None, "layer", SMALL, torch.float32, True),
     )
-    from lq_lightning.kernels.norm.triton_backward import launch_norm_backward
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_backward
 
     empty = empty_message(SMALL, 0, numel, device)
     others = [value.to(device) for value in (rstd[:0], wide[:0])]
@@ -218,7 +218,7 @@ def test_no_rows_and_rows_apart(numel: int, device: torch.device) -> None:
 
 
 def test_largest_magnitude_is_that_of_the_rounded_output(device: torch.device) -> None:
-    from lq_lightning.kernels.norm.triton_forward import launch_norm_quantize
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_quantize
 
     x = torch.ones(2, 64, device=device)
     weight = torch.full((64,), 0.3, device=device)
