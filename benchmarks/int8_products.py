@@ -52,16 +52,15 @@ def product_times(M: int, N: int, K: int) -> dict[str, float]:
     """Return the times of a shape by what was timed."""
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
-    e4m3 = torch.float8_e4m3fn
     (a, _, a_scale, amax), (b, _, b_scale, _) = (
-        float8_quantize(part, e4m3, True, False) for part in (x, w)
+        float8_quantize(part, True, False) for part in (x, w)
     )
     times = {"bf16": milliseconds(lambda: x @ w.t())}
     times["FP8"] = milliseconds(
         lambda: scaled_mm(a, b, a_scale, b_scale, x.dtype, fast_accumulation=True)
     )
-    times["cast to FP8"] = milliseconds(lambda: float8_cast(x, amax, e4m3, True, False))
-    times["quantize to FP8"] = milliseconds(lambda: float8_quantize(x, e4m3, True, False))
+    times["cast to FP8"] = milliseconds(lambda: float8_cast(x, amax, True, False))
+    times["quantize to FP8"] = milliseconds(lambda: float8_quantize(x, True, False))
     for name, amax_too, length in (("INT8", False, 4096), ("INT8 and amax", True, 0)):
         times[f"quantize to {name}"] = milliseconds(
             lambda amax_too=amax_too, length=length: int8_quantize(x, 128, amax_too, length)

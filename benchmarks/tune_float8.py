@@ -29,7 +29,7 @@ from benchmarks.activation_kernels import (
     rotating_calls,
 )
 from benchmarks.common import REPOSITORY, time_cuda_calls, write_report
-from lq_lightning.kernels.float8 import triton_kernels, triton_rebuild
+from lq_lightning.kernels.float8 import triton_kernels
 from lq_lightning.kernels.float8.triton_kernels import (
     CAST_TILE,
     REBUILD_TILES,
@@ -82,7 +82,7 @@ def force(kind: str, tile: Tile) -> None:
     if isinstance(tile, CastTile):
         triton_kernels.CAST_TILE = tile
     else:
-        triton_rebuild.REBUILD_TILES[kind] = tile
+        triton_kernels.REBUILD_TILES[kind] = tile
 
 
 def compile_tile(kind: str, tile: Tile) -> None:
