@@ -4,7 +4,7 @@
 
 Of each shape ``[M, K] x [N, K]`` (projections of Llama-3-8B on 8192 tokens) it prints the product
 in bf16 and FP8 (cuBLASLt, one scale per tensor), in INT8 with every tile, of which the table
-(``kernels/int8/triton_products.py``) should name the fastest, and without and with second terms;
+(``kernels/int8/triton_kernels.py``) should name the fastest, and without and with second terms;
 then what makes the operands. Milliseconds.
 """
 
@@ -24,7 +24,7 @@ from benchmarks.common import time_cuda_calls, write_report
 from lq_lightning._compat.float8 import scaled_mm
 from lq_lightning.kernels.float8 import float8_cast, float8_quantize
 from lq_lightning.kernels.int8 import int8_matmul, int8_quantize
-from lq_lightning.kernels.int8.triton_products import (
+from lq_lightning.kernels.int8.triton_kernels import (
     ProductTile,
     choose_product_tile,
     launch_descriptors,

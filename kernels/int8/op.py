@@ -138,7 +138,7 @@ def int8_quantize(
     if not x.is_cuda:
         largest = largest_magnitude(x) if amax else x.new_empty(0, dtype=torch.float32)
         return *cpu.quantize(x, hadamard_size, length), largest
-    from lq_lightning.kernels.int8.triton_quantize import launch_quantize
+    from lq_lightning.kernels.int8.triton_kernels import launch_quantize
 
     results = _fake_int8_quantize(x, hadamard_size, amax, length)
     return Launched(results, launch_quantize(x, hadamard_size, length, *results))
@@ -182,7 +182,7 @@ def int8_matmul(
     """
     check_product(q, scale, w, w_scale, second, length, dtype)
     if q.is_cuda:
-        from lq_lightning.kernels.int8.triton_products import launch_products
+        from lq_lightning.kernels.int8.triton_kernels import launch_products
 
         out = q.new_empty(q.shape[0], w.shape[0], dtype=dtype)
         return Launched((out,), launch_products(q, scale, w, w_scale, second, length, out))

@@ -83,14 +83,21 @@ def mixed_range_kernel(
 
 
 @triton.jit
+def _load_parts(
+    source_ptr, line, lines, parts, PARTS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
+):
+    """Two numbers of every part of ``[LINES]`` lines; ``FIRST`` and ``SECOND`` beyond."""
+    part = tl.arange(0, PARTS)[None, :]
+    source = source_ptr + part * 2 * lines + line[:, None]
+    found = (line < lines)[:, None] & (part < parts)
+    return tl.load(source, found, FIRST), tl.load(source + lines, found, SECOND)
+
+
+@triton.jit
 def _extremes(range_ptr, line, lines, parts, PARTS: tl.constexpr):
     """Low and high keys ``[LINES]`` of all parts."""
-    part = tl.arange(0, PARTS)[None, :]
-    source = range_ptr + part * 2 * lines + line[:, None]
-    found = (line < lines)[:, None] & (part < parts)
-    low = tl.min(tl.load(source, found, _INT_MAX), axis=1)
-    high = tl.max(tl.load(source + lines, found, _INT_MIN), axis=1)
-    return low, high
+    low, high = _load_parts(range_ptr, line, lines, parts, PARTS, _INT_MAX, _INT_MIN)
+    return tl.min(low, axis=1), tl.max(high, axis=1)
 
 
 @triton.jit(do_not_specialize=["tokens", "parts", "steps"])
@@ -161,24 +168,9 @@ def _fitted_end(end, fits, scale, minimum, norm, low, high, extreme):
 
 
 @triton.jit
-def _fitted_range(
-    moment_ptr,
-    line,
-    lines,
-    tokens,
-    parts,
-    PARTS: tl.constexpr,
-    width,
-    low,
-    high,
-    SCALES: tl.constexpr,
-):
-    """``reference.fitted_range``, of keys."""
-    part = tl.arange(0, PARTS)[None, :]
-    source = moment_ptr + part * 2 * lines + line[:, None]
-    found = (line < lines)[:, None] & (part < parts)
-    sums = tl.sum(tl.load(source, found, 0), axis=1).to(tl.float64)
-    squares = tl.sum(tl.load(source + lines, found, 0), axis=1).to(tl.float64)
+def _fitted_range(sums, squares, tokens, width, low, high, SCALES: tl.constexpr):
+    """``reference.fitted_range``, of keys and the sums of ``mixed_moment_kernel``."""
+    sums, squares = sums.to(tl.float64), squares.to(tl.float64)
     count = tl.cast(tokens, tl.float64)
     mean = sums / count
     variance = tl.maximum(squares / count - mean * mean, 0.0).to(tl.float32)
@@ -244,9 +236,9 @@ def mixed_scale_kernel(
     low, high = _extremes(range_ptr, line, lines, parts, PARTS)
     width = tl.load(rows_ptr + WIDTH_ROW * lines + line, inside, 1)
     if FITTED:
-        low, high = _fitted_range(
-            moment_ptr, line, lines, tokens, moment_parts, PARTS, width, low, high, SCALES
-        )
+        sums, squares = _load_parts(moment_ptr, line, lines, moment_parts, PARTS, 0, 0)
+        sums, squares = tl.sum(sums, axis=1), tl.sum(squares, axis=1)
+        low, high = _fitted_range(sums, squares, tokens, width, low, high, SCALES)
     max_level = largest_code(width)
     scale, minimum, norm, inverse = asymmetric_scaling(
         low, high, max_level, SCALES.max_width, SCALES, 1.0
@@ -280,8 +272,7 @@ def largest_code(width):
 
 
 @triton.jit
-def _level(x, factors):
-    minimum, norm, inverse = factors
+def _level(x, minimum, norm, inverse):
     # one rounding, since the product with a power of two is exact
     y = tl.fma(x, tl.broadcast_to(norm, x.shape), tl.broadcast_to(-minimum, x.shape))
     return y * inverse
@@ -290,13 +281,17 @@ def _level(x, factors):
 @triton.jit
 def code_bits(x, factors, SCALES: tl.constexpr):
     """Codes in the low 16 bits of int32, those above being arbitrary; ``reference._levels``."""
-    return fixed_point(_level(x, factors), SCALES)
+    return fixed_point(_level(x, *factors), SCALES)
 
 
 @triton.jit
-def clipped_code_bits(x, factors, most, SCALES: tl.constexpr, FITTED: tl.constexpr):
-    """``code_bits``; values outside a fitted range get the first code, or the last, ``most``."""
-    y = _level(x, factors)
+def clipped_code_bits(x, factors, SCALES: tl.constexpr, FITTED: tl.constexpr):
+    """``code_bits``; values outside a fitted range get the first or last code.
+
+    ``factors`` are those of ``code_bits``, and the last code.
+    """
+    minimum, norm, inverse, most = factors
+    y = _level(x, minimum, norm, inverse)
     if FITTED:
         y = tl.minimum(tl.maximum(y, 0.0), most)
     return fixed_point(y, SCALES)
@@ -346,8 +341,8 @@ def mixed_round_trip_kernel(
     inverse = line_row(factors_ptr, 3, line, lines)
     source = x_ptr + line[:, None].to(tl.int64) * stride_line + token * stride_token
     x = tl.load(source, inside, 0.0).to(tl.float32)
-    factors = (minimum, norm, inverse)
-    codes = clipped_code_bits(x, factors, largest_code(width), SCALES, FITTED)
+    factors = (minimum, norm, inverse, largest_code(width))
+    codes = clipped_code_bits(x, factors, SCALES, FITTED)
     value = value_of_code(codes, False, int_to_float, scale, minimum)
     value = tl.where(width == 16, (bf16_bits(x) << 16).to(tl.float32, bitcast=True), value)
     result = round_output(value, out_ptr.dtype.element_ty)

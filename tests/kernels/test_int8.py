@@ -7,7 +7,7 @@ import torch
 from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.int8 import hadamard_size_of, int8_matmul, int8_quantize
-from lq_lightning.kernels.int8.triton_products import ProductTile
+from lq_lightning.kernels.int8.triton_kernels import ProductTile
 
 # the interpreter computes with numpy, which warns where IEEE arithmetic is silent
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -142,7 +142,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_kernels_have_the_bits_of_the_reference(
     shape: tuple[int, int], dtype: torch.dtype, block: int, device: torch.device
 ) -> None:
-    from lq_lightning.kernels.int8.triton_quantize import launch_quantize
+    from lq_lightning.kernels.int8.triton_kernels import launch_quantize
 
     rows, numel = shape
     x = operand(rows + 2, numel + 3, dtype)[:rows, 3:]
@@ -166,7 +166,7 @@ def check_products(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    from lq_lightning.kernels.int8.triton_products import launch_products
+    from lq_lightning.kernels.int8.triton_kernels import launch_products
 
     q, scale, second, _ = operand
     x = torch.randn(80, q.shape[1])
@@ -181,7 +181,7 @@ def check_products(
 @skip_old_interpreter
 @pytest.mark.parametrize("specialized", [False, True])
 def test_kernel_by_descriptors(specialized: bool, device: torch.device) -> None:
-    from lq_lightning.kernels.int8.triton_products import launch_descriptors
+    from lq_lightning.kernels.int8.triton_kernels import launch_descriptors
 
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("made for Hopper")
