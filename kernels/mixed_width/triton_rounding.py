@@ -190,7 +190,7 @@ def _fitted_range(sums, squares, tokens, width, low, high, SCALES: tl.constexpr)
 
 
 @triton.jit
-def _end_section(message_ptr, end):
+def end_section(message_ptr, end):
     """Write the zeros between the end of a section and the next."""
     byte = end + tl.arange(0, 16)
     zeros = tl.zeros((16,), tl.int8)
@@ -256,13 +256,13 @@ def mixed_scale_kernel(
         tl.store(target, bits_of_scales(minimum, SCALES), sent)
         if tl.program_id(0) == 0:
             wide = tl.cast(words, tl.int64)
-            _end_section(message_ptr, sections[0] + raw * wide * 16)
-            _end_section(message_ptr, sections[1] + bytes * wide * 8)
-            _end_section(message_ptr, sections[2] + fours * wide * 4)
-            _end_section(message_ptr, sections[3] + twos * wide * 2)
-            _end_section(message_ptr, sections[4] + ones * wide)
-            _end_section(message_ptr, sections[5] + coded * 2)
-            _end_section(message_ptr, sections[6] + coded * 2)
+            end_section(message_ptr, sections[0] + raw * wide * 16)
+            end_section(message_ptr, sections[1] + bytes * wide * 8)
+            end_section(message_ptr, sections[2] + fours * wide * 4)
+            end_section(message_ptr, sections[3] + twos * wide * 2)
+            end_section(message_ptr, sections[4] + ones * wide)
+            end_section(message_ptr, sections[5] + coded * 2)
+            end_section(message_ptr, sections[6] + coded * 2)
 
 
 @triton.jit

@@ -61,11 +61,7 @@ def _sqrt(x):
             fma.rn.f32 n, n, y, x;
             fma.rn.f32 $0, n, h, y;
             }""",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            *("=f,f", [x], tl.float32, True, 1),
         )
     return y
 
@@ -84,11 +80,7 @@ def _reciprocal(x):
             fma.rn.f32 n, n, y, 0f3F800000;
             fma.rn.f32 $0, n, y, y;
             }""",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            *("=f,f", [x], tl.float32, True, 1),
         )
     return y
 
@@ -127,6 +119,11 @@ def _update(p, g, first, second, s, RULE: tl.constexpr):
 
 
 @triton.jit
+def _load_four(source):
+    return tl.load(source), tl.load(source + 1), tl.load(source + 2), tl.load(source + 3)
+
+
+@triton.jit
 def _pointer(table, INDEX: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
     address = tl.load(table + INDEX)
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)
@@ -162,11 +159,7 @@ def _widened(x):
         # of two in a register, which the compiler would take apart first
         y = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
-            "=r,=r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
+            *("=r,=r,r", [x], tl.float32, True, 2),
         )
     else:
         y = x.to(tl.float32)
@@ -182,14 +175,7 @@ def _decode_state(stored, levels_ptr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _encode_state(
-    x,
-    exists,
-    levels_ptr,
-    word,
-    STREAM: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
+def _encode_state(x, exists, levels_ptr, word, STREAM: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT.quantized:
         x = tl.where(exists, x, 0.0)
         noise = element_noise(word, STREAM, x.shape[1])
@@ -256,16 +242,7 @@ def optimizer_step_kernel(
     first_group = (program - tl.load(table + 9).to(tl.int32)) * GROUPS
     length = tl.load(table + 10)
     row_groups = tl.load(table + 11).to(tl.int32)
-    s = (
-        tl.load(scalars),
-        tl.load(scalars + 1),
-        tl.load(scalars + 2),
-        tl.load(scalars + 3),
-        tl.load(scalars + 4),
-        tl.load(scalars + 5),
-        tl.load(scalars + 6),
-        tl.load(scalars + 7),
-    )
+    s = (*_load_four(scalars), *_load_four(scalars + 4))
     noise_group = tl.load(table + 12)
     seed = tl.load(table + 13)
     seed_a, seed_b = seed.to(tl.int32), (seed >> 32).to(tl.int32)
@@ -418,10 +395,7 @@ def launch_optimizer_step(
         ]
         with on_device(grads[chosen[0]]):
             optimizer_step_kernel[(len(programs),)](
-                table,
-                table.view(torch.float32),
-                programs,
-                *books,
+                *(table, table.view(torch.float32), programs, *books),
                 RULE=rule,
                 FIRST=first,
                 SECOND=second,
