@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lq_lightning.kernels.activation.triton_arithmetic import (
     activate,
@@ -267,47 +267,39 @@ _KERNELS = {
 }
 
 
-def _launch(
+def launch(
     name: str,
-    tensors: Sequence[Tensor | None],
-    dense: Sequence[Tensor],
-    messages: Sequence[Tensor],
+    tensors: tuple[Any, ...],
     activation: str,
     fmt: MessageFormat,
-    tile: Tile | None,
-    *,
-    gated: bool,
-    amax: bool = False,
+    tile: Tile | None = None,
 ) -> Callable[..., None]:
-    """Launch a kernel on ``tensors``.
+    """Launch a kernel on its pointers; the largest magnitudes are zeros, or ``[0]``.
 
-    Args:
-        name: key of ``_KERNELS``.
-        tensors: pointers of the kernel.
-        dense: the matrix of values, which the grid covers, and others that are read with it.
-        messages: encoded rows.
-        activation: name of the function.
-        fmt: format of the messages.
-        tile: instead of the one in the table; it changes the speed, not the bits.
-        gated: whether there is a second factor.
-        amax: whether to find the largest magnitudes.
-
-    Returns:
-        A launch on other tensors alike.
+    ``name`` is a key of ``_KERNELS``, ``activation`` that of the function. ``tile`` overrides the
+    choice from the table; it changes the speed, not the bits. Returns a launch on other tensors
+    alike.
     """
-    values, flat = dense[0], is_flat(fmt, dense[0].shape[1])
-    rows, numel = values.shape
-    if values.numel() == 0:
+    encodes, up = name == "quantize", tensors[1]
+    dense = [tensors[0 if encodes else 2]]  # the grid covers the first one
+    messages = [*(tensors[3:5] if encodes else tensors[:2])]
+    if encodes:
+        dense.append(dense[0] if up is None else up)
+    elif up is None:
+        messages[1] = messages[0]
+    rows, numel = dense[0].shape
+    if rows * numel == 0:
         return launch_nothing
-    if flat and all(t.is_contiguous() for t in dense):  # all is one row, in memory and in messages
-        rows, numel = 1, rows * numel
-    encodes = name == "quantize"
     if tile is None:
         kind = f"activation {name}" + (" hadamard" if fmt.hadamard_size else "")
         group_size = fmt.block_multiple if encodes else 1
-        tile = choose_tile(kind, group_size, values.numel(), values.device)
+        tile = choose_tile(kind, group_size, rows * numel, dense[0].device)
+    flat = is_flat(fmt, numel)
+    if flat and all(t.is_contiguous() for t in dense):  # all is one row, in memory and in messages
+        rows, numel = 1, rows * numel
     strided = messages if name == "dequantize" else (*dense, *messages)
-    launch = Launch(
+    amax = name != "dequantize" and tensors[-1].numel() > 0
+    prepared = Launch(
         _KERNELS[name],
         row_grid(rows, numel, tile),
         (
@@ -315,72 +307,11 @@ def _launch(
             *(rows, tile.tiles, numel, *(() if encodes else (INT_TO_FLOAT,))),
         ),
         {
-            "R": Recipe(activation, fmt, flat, gated, amax, tile.block, tile.run),
+            "R": Recipe(activation, fmt, flat, up is not None, amax, tile.block, tile.run),
             "WHOLE": numel % tile.block == 0,
             "num_warps": tile.warps,
             "enable_fp_fusion": False,
         },
     )
-    launch(*tensors)
-    return launch
-
-
-def launch_quantize(
-    x: Tensor,
-    up: Tensor | None,
-    activation: str,
-    fmt: MessageFormat,
-    y: Tensor,
-    message: Tensor,
-    up_message: Tensor,
-    amax: Tensor,
-    *,
-    tile: Tile | None = None,
-) -> Callable[..., None]:
-    """Launch the kernel; arguments and results as for the operator, ``amax`` zero or ``[0]``."""
-    return _launch(
-        *("quantize", (x, up, y, message, up_message, amax)),
-        *((x, x if up is None else up), (message, up_message), activation, fmt, tile),
-        gated=up is not None,
-        amax=amax.numel() > 0,
-    )
-
-
-def launch_dequantize(
-    message: Tensor,
-    up_message: Tensor | None,
-    activation: str,
-    fmt: MessageFormat,
-    y: Tensor,
-    *,
-    tile: Tile | None = None,
-) -> Callable[..., None]:
-    """Launch the kernel, which writes ``y``, ``[T, N]`` contiguous; otherwise as the operator."""
-    up = message if up_message is None else up_message
-    return _launch(
-        *("dequantize", (message, up_message, y)),
-        *((y,), (message, up), activation, fmt, tile),
-        gated=up_message is not None,
-    )
-
-
-def launch_backward(
-    message: Tensor,
-    up_message: Tensor | None,
-    dy: Tensor,
-    activation: str,
-    fmt: MessageFormat,
-    dx: Tensor,
-    dup: Tensor,
-    amax: Tensor,
-    *,
-    tile: Tile | None = None,
-) -> Callable[..., None]:
-    """Launch the kernel; arguments and results as for the operator, ``amax`` zero or ``[0]``."""
-    up = message if up_message is None else up_message
-    return _launch(
-        *("backward", (message, up_message, dy, dx, dup, amax)),
-        *((dy,), (message, up), activation, fmt, tile),
-        gated=up_message is not None,
-        amax=amax.numel() > 0,
-    )
+    prepared(*tensors)
+    return prepared

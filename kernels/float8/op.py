@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.activation.op import check_activation, check_messages, gated
+from lq_lightning.kernels.activation.reference import value_and_derivative
 from lq_lightning.kernels.float8 import reference as cpu
 from lq_lightning.kernels.message import round_up
 from lq_lightning.kernels.message.matrix import check_matrix, parse_matrix_format
 from lq_lightning.kernels.message.operators import Launched, cached_operator, check_rows
 from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_rstd
+from lq_lightning.kernels.norm.reference import factor_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -165,7 +167,8 @@ def dequantize_float8(
     check_matrix("message", message, rows, numel, fmt)
     check_number("scale", scale)
     if not message.is_cuda:
-        return cpu.dequantize(message, rows, numel, fmt, scale)
+        values = cpu.decode(message, rows, numel, fmt, scale.reciprocal())
+        return cpu.transposed(cpu.round_to_float8(values))
     from lq_lightning.kernels.float8.triton_kernels import launch_rebuild
 
     out, nothing = _empty_transposed(message, rows, numel), (None,) * 4
@@ -193,7 +196,7 @@ def norm_dequantize_float8(
     """Rebuild the output of a norm from its encoded input, as transposed E4M3.
 
     Arguments are those of ``norm_dequantize``. In fp32 up to E4M3: the kind "rms_cast" is rebuilt
-    as "rms".
+    as "rms". Weight and bias are multiplied by the inverse scale before they are applied.
     """
     fmt = parse_matrix_format(format)
     rows = rstd.shape[0]
@@ -204,7 +207,12 @@ def norm_dequantize_float8(
     check_parameter("bias", bias, numel)
     check_number("scale", scale)
     if not message.is_cuda:
-        return cpu.norm_dequantize(message, rstd, weight, bias, numel, kind, fmt, scale)
+        inverse = scale.reciprocal()
+        values = cpu.decode(message, rows, numel, fmt) * rstd
+        values = values * (inverse if weight is None else factor_of(weight, kind) * inverse)
+        if bias is not None:
+            values = values + bias.float() * inverse
+        return cpu.transposed(cpu.round_to_float8(values))
     from lq_lightning.kernels.float8.triton_kernels import launch_rebuild
 
     out = _empty_transposed(message, rows, numel)
@@ -237,7 +245,10 @@ def activation_dequantize_float8(
     check_number("scale", scale)
     up = gated(up_message)
     if not message.is_cuda:
-        return cpu.activation_dequantize(message, up, rows, numel, activation, fmt, scale)
+        inverse = scale.reciprocal()
+        y = value_and_derivative(cpu.decode(message, rows, numel, fmt), activation)[0]
+        y = y * (inverse if up is None else cpu.decode(up, rows, numel, fmt, inverse))
+        return cpu.transposed(cpu.round_to_float8(y))
     from lq_lightning.kernels.float8.triton_kernels import launch_rebuild
 
     out, nothing = _empty_transposed(message, rows, numel), (None,) * 3

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
-from lq_lightning.kernels.activation.reference import value_and_derivative
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message.matrix import matrix_shape
-from lq_lightning.kernels.norm.reference import factor_of
 
 E4M3 = torch.float8_e4m3fn
 MAX_VALUE = 448.0
@@ -104,51 +102,3 @@ def decode(
     if size and not transforms_levels(fmt):
         values = blocks.hadamard_(values.contiguous(), size)
     return values.view(count, -1)[:, :length].reshape(rows, numel)
-
-
-def dequantize(message: Tensor, rows: int, numel: int, fmt: MessageFormat, scale: Tensor) -> Tensor:
-    """Decode a matrix and cast it to E4M3 with a given scale: ``[N, round16(T)]``, transposed."""
-    values = decode(message, rows, numel, fmt, scale.reciprocal())
-    return transposed(round_to_float8(values))
-
-
-def norm_dequantize(
-    message: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    numel: int,
-    kind: str,
-    fmt: MessageFormat,
-    scale: Tensor,
-) -> Tensor:
-    """Rebuild a norm's output from its input's message, as E4M3 ``[N, round16(T)]``.
-
-    Weight and bias are multiplied by the inverse scale before they are applied, and nothing is
-    rounded to a 16-bit dtype on the way, not even in the kind ``"rms_cast"``.
-    """
-    inverse = scale.reciprocal()
-    values = decode(message, rstd.shape[0], numel, fmt) * rstd
-    values = values * (inverse if weight is None else factor_of(weight, kind) * inverse)
-    if bias is not None:
-        values = values + bias.float() * inverse
-    return transposed(round_to_float8(values))
-
-
-def activation_dequantize(
-    message: Tensor,
-    up_message: Tensor | None,
-    rows: int,
-    numel: int,
-    activation: str,
-    fmt: MessageFormat,
-    scale: Tensor,
-) -> Tensor:
-    """Rebuild an activation function's output as E4M3 ``[N, round16(T)]``.
-
-    Nothing is rounded to a 16-bit dtype on the way. ``up_message`` is None if there is no gate.
-    """
-    inverse = scale.reciprocal()
-    y = value_and_derivative(decode(message, rows, numel, fmt), activation)[0]
-    y = y * (inverse if up_message is None else decode(up_message, rows, numel, fmt, inverse))
-    return transposed(round_to_float8(y))

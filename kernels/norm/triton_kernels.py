@@ -270,21 +270,13 @@ def norm_dequantize_kernel(
 
 
 def launch_norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    fmt: MessageFormat,
-    y: Tensor,
-    rstd: Tensor,
-    message: Tensor,
-    amax: Tensor,
+    tensors: tuple[Any, ...], eps: float, kind: str, fmt: MessageFormat
 ) -> Callable[..., None]:
-    """Launch the kernel; arguments and results as for ``op.norm_quantize``.
+    """Launch the kernel on its pointers; ``amax`` is ``[0]`` or a zero.
 
-    ``amax`` is ``[0]`` or a zero. Returns a launch on other tensors alike, as all launchers here.
+    Returns a launch on other tensors alike, as all launchers here.
     """
+    x, weight, bias, _, _, message, amax = tensors
     rows, numel = x.shape
     if rows == 0:
         return launch_nothing
@@ -296,21 +288,15 @@ def launch_norm_quantize(
         (row_stride(x, 0), row_stride(message, 0), rows, numel, 1.0 / numel, eps),
         constants(tile, chosen, fmt, kind, weight, bias, amax=amax.numel() > 0),
     )
-    launch(x, weight, bias, y, rstd, message, amax)
+    launch(*tensors)
     return launch
 
 
 def launch_norm_dequantize(
-    message: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    fmt: MessageFormat,
-    x_dtype: torch.dtype,
-    y: Tensor,
+    tensors: tuple[Any, ...], kind: str, fmt: MessageFormat, x_dtype: torch.dtype
 ) -> Callable[..., None]:
-    """Launch the kernel; arguments as for ``op.norm_dequantize``, the result is ``y``."""
+    """Launch the kernel on its pointers; ``x_dtype`` is what the input of the norm had."""
+    message, _, weight, bias, y = tensors
     rows, numel = y.shape
     if rows == 0:
         return launch_nothing
@@ -324,7 +310,7 @@ def launch_norm_dequantize(
         (row_stride(message, 0), rows, numel, INT_TO_FLOAT),
         constants(tile, chosen, fmt, kind, weight, bias) | {"X_DTYPE": TRITON_DTYPES[x_dtype]},
     )
-    launch(message, rstd, weight, bias, y)
+    launch(*tensors)
     return launch
 
 
@@ -471,20 +457,13 @@ def _zero_sums(*tensors: Tensor) -> None:
 
 
 def launch_norm_backward(
-    message: Tensor,
-    rstd: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    kind: str,
-    fmt: MessageFormat,
-    dx: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
+    tensors: tuple[Any, ...], kind: str, fmt: MessageFormat
 ) -> Callable[..., None]:
-    """Launch the kernels; arguments and results as for ``op.norm_backward``.
+    """Launch the kernels on the tensors and results of ``op.norm_backward``.
 
-    ``dweight`` and ``dbias`` are ``[0]`` where not wanted.
+    Gradients of parameters are ``[0]`` where not wanted.
     """
+    message, _, dy, weight, _, dweight, dbias = tensors
     rows, numel = dy.shape
     if rows == 0:
         _zero_sums(dweight, dbias)
@@ -513,5 +492,5 @@ def launch_norm_backward(
         if kinds:
             sums(partial, dweight, dbias)
 
-    launch(message, rstd, dy, weight, dx, dweight, dbias)
+    launch(*tensors)
     return launch

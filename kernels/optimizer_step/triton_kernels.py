@@ -242,7 +242,7 @@ def optimizer_step_kernel(
     first_group = (program - tl.load(table + 9).to(tl.int32)) * GROUPS
     length = tl.load(table + 10)
     row_groups = tl.load(table + 11).to(tl.int32)
-    s = (*_load_four(scalars), *_load_four(scalars + 4))
+    s = _load_four(scalars) + _load_four(scalars + 4)
     noise_group = tl.load(table + 12)
     seed = tl.load(table + 13)
     seed_a, seed_b = seed.to(tl.int32), (seed >> 32).to(tl.int32)

@@ -10,7 +10,12 @@ import torch
 from lq_testing.codec_data import awkward_rows
 from lq_testing.interpreter import skip_old_interpreter
 
-from lq_lightning.kernels.float8 import reference
+from lq_lightning.kernels.float8 import (
+    activation_dequantize_float8,
+    dequantize_float8,
+    norm_dequantize_float8,
+    reference,
+)
 from lq_lightning.kernels.float8.triton_kernels import CastTile, RebuildTile
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat
 from lq_lightning.kernels.message.matrix import encode_matrix
@@ -154,7 +159,7 @@ def check_dequantize(
     tile: RebuildTile | None = None,
 ) -> None:
     message, factor = encode_matrix(x, fmt), torch.tensor([scale])
-    expected = reference.dequantize(message, *x.shape, fmt, factor)
+    expected = dequantize_float8(message, *x.shape, str(fmt), factor)
     actual = torch.empty_like(expected, device=device)
     actual.view(torch.uint8).fill_(0x55)
     rebuild(message, None, None, None, None, factor, actual, rows=x.shape[0], fmt=fmt, tile=tile)
@@ -219,7 +224,7 @@ def test_messages_with_gaps(device: torch.device) -> None:
     message = encode_matrix(torch.randn(9, 100), fmt)
     wide = torch.full((9, message.shape[1] + 32), 0xAB, dtype=torch.uint8)
     wide[:, 16:-16] = message
-    expected = reference.activation_dequantize(message, message, 9, 100, "relu", fmt, scale)
+    expected = activation_dequantize_float8(message, message, 9, 100, "relu", str(fmt), scale)
     actual = torch.empty_like(expected, device=device)
     moved, gaps = message.to(device), wide.to(device)[:, 16:-16]
     for pair in ((gaps, moved), (moved, gaps)):
@@ -243,7 +248,7 @@ def test_rebuild_of_norms(kind: str, with_weight: bool, device: torch.device) ->
         rstd = reciprocal_deviation(centred, 1e-5)
         message, scale = encode_matrix(centred, fmt), torch.tensor([0.01])
         parameters = [weight, bias]
-        expected = reference.norm_dequantize(message, rstd, *parameters, numel, kind, fmt, scale)
+        expected = norm_dequantize_float8(message, rstd, *parameters, numel, kind, str(fmt), scale)
         actual = torch.empty_like(expected, device=device)
         tensors = (message, None, rstd, *parameters, scale, actual)
         rebuild(*tensors, rows=rows, fmt=fmt, norm=kind)
@@ -259,8 +264,10 @@ def test_rebuild_of_activations(gated: bool, activation: str, device: torch.devi
         x[1, 1] = NAN
         message, scale = encode_matrix(x, fmt), torch.tensor([0.02])
         second = encode_matrix(up, fmt) if gated else None
-        expected = reference.activation_dequantize(
-            message, second, rows, numel, activation, fmt, scale
+        nothing = torch.empty(0, 0, dtype=torch.uint8)
+        expected = activation_dequantize_float8(
+            *(message, nothing if second is None else second),
+            *(rows, numel, activation, str(fmt), scale),
         )
         actual = torch.empty_like(expected, device=device)
         tensors = (message, second, None, None, None, scale, actual)
