@@ -47,7 +47,8 @@ def gated(up_message: Tensor) -> Tensor | None:
     return None if up_message.shape[0] == 0 and up_message.shape[1] == 0 else up_message
 
 
-def _check_values(name: str, values: Tensor) -> None:
+def check_values(name: str, values: Tensor) -> None:
+    """Raise ``ValueError`` unless ``values`` is a matrix of floats with contiguous rows."""
     if values.dim() != 2 or values.dtype not in _DTYPES:
         raise ValueError(
             f"{name} is {values.dtype} {tuple(values.shape)}; it must be a matrix of float32, "
@@ -101,9 +102,9 @@ def activation_quantize(
     """
     fmt = parse_matrix_format(format)
     check_activation(activation)
-    _check_values("x", x)
+    check_values("x", x)
     if up is not None:
-        _check_values("up", up)
+        check_values("up", up)
         if up.shape != x.shape or up.dtype != x.dtype or up.device != x.device:
             raise ValueError(
                 f"up is {up.dtype} {tuple(up.shape)} on {up.device}, x is {x.dtype} "
@@ -182,7 +183,7 @@ def activation_backward(
     """
     fmt = parse_matrix_format(format)
     check_activation(activation)
-    _check_values("dy", dy)
+    check_values("dy", dy)
     check_messages(message, up_message, dy.shape[0], dy.shape[1], fmt)
     if dy.device != message.device:
         raise ValueError(f"message is on {message.device}, dy on {dy.device}; both must be on one.")

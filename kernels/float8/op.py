@@ -23,16 +23,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.activation.op import check_activation, check_messages, gated
+from lq_lightning.kernels.activation.op import check_activation, check_messages, check_values, gated
 from lq_lightning.kernels.activation.reference import value_and_derivative
 from lq_lightning.kernels.float8 import reference as cpu
 from lq_lightning.kernels.message import round_up
 from lq_lightning.kernels.message.matrix import check_matrix, parse_matrix_format
-from lq_lightning.kernels.message.operators import Launched, cached_operator, check_rows
+from lq_lightning.kernels.message.operators import Launched, cached_operator
 from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_rstd
 from lq_lightning.kernels.norm.reference import factor_of
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Of a matrix on a GPU, so that offsets in a tile fit 32 bits, and tiles the grid.
 _MAX_SIDE = 1 << 22
@@ -47,19 +45,9 @@ def check_sides(rows: int, row_length: int) -> None:
         )
 
 
-def check_values(x: Tensor) -> None:
-    """Raise ``ValueError`` unless ``x`` is a matrix that can be cast."""
-    if x.dim() != 2 or x.dtype not in _FLOATS:
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}; it must be a matrix of float32, bfloat16 or "
-            "float16. Flatten all but its last dimension."
-        )
-    check_rows("x", x)
-
-
 def check_cast(x: Tensor) -> None:
     """Raise unless ``x`` can be cast: ``ValueError``, or as ``check_sides``."""
-    check_values(x)
+    check_values("x", x)
     if x.is_cuda:
         check_sides(x.shape[0], max(x.shape[1], x.stride(0) if x.shape[0] > 1 else 0))
 

@@ -319,10 +319,6 @@ def _groups_at_once(formats: Sequence[StateFormat], rounded: bool) -> int:
     return 8 if rounded else 4
 
 
-def _signed(seed: int) -> int:
-    return seed - (1 << 64) if seed >> 63 else seed
-
-
 def _table(
     fixed: Tensor,
     addresses: Sequence[int],
@@ -334,13 +330,11 @@ def _table(
     """Pointers and scalars of every tensor, ``[N, 18]`` int64 on ``device``."""
     columns = {_GRADIENT: torch.tensor(addresses, dtype=torch.int64, device="cpu")}
     if seeds:
-        words = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device="cpu")
+        signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
+        words = torch.tensor(signed, dtype=torch.int64, device="cpu")
         columns[_SEED] = packed_seed_words(words)
         columns[_FIRST_GROUP] = torch.tensor(first_groups, dtype=torch.int64, device="cpu")
-    table = torch.empty(
-        fixed.shape, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
-    )
-    table.copy_(fixed)
+    table = torch.empty_like(fixed, pin_memory=device.type == "cuda").copy_(fixed)
     for index, column in columns.items():
         table[:, index] = column
     table.view(torch.float32)[:, 2 * _SCALARS :] = scalars
@@ -360,9 +354,8 @@ def launch_optimizer_step(
 ) -> None:
     """Launch the kernel on all tensors, those with rows of whole groups apart from the others.
 
-    Args as for ``optimizer_step``, which has checked them, but for the last ones:
-        per_program: groups that a program works on.
-        at_once: how many of them at a time, a power of two up to 32; what was fastest by default.
+    Arguments are those of ``optimizer_step``, which has checked them. A program works on
+    ``per_program`` groups, ``at_once`` at a time: a power of two up to 32, by default the fastest.
     """
     kind = prepared[0].kind
     rounded = stochastic and kind.dtype == torch.bfloat16
