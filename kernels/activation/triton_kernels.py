@@ -58,11 +58,6 @@ class Recipe:
     block: int
     run: int
 
-    @property
-    def multiple(self) -> int:
-        """Number of columns of which the first one of every tile is a multiple."""
-        return min(self.block, self.format.block_multiple)
-
 
 @triton.jit
 def _load(ptr, count, R: tl.constexpr, FULL: tl.constexpr):
@@ -94,18 +89,20 @@ def _store(ptr, values, count, amax_ptr, R: tl.constexpr, AMAX: tl.constexpr, FU
 
 @triton.jit
 def _encoded_place(message_ptr, stride, row, start, rows, numel, R: tl.constexpr):
-    """Encoded row of a tile, its first column there, the end of its row, and the values in all."""
+    """Encoded row of a tile, its column there, that of the matrix's row, and the values in all."""
+    MULTIPLE: tl.constexpr = min(R.block, R.format.block_multiple)
     row_ptr, first, length = encoded_columns(message_ptr, stride, row, rows, numel, R.flat)
-    return row_ptr, tl.multiple_of(first + start, R.multiple), first + numel, length
+    return row_ptr, tl.multiple_of(first + start, MULTIPLE), first, length
 
 
 @triton.jit
 def _encode(x, message_ptr, stride, row, start, rows, numel, R: tl.constexpr, FULL: tl.constexpr):
     """Write the codes of a tile of row ``row`` of a matrix."""
-    row_ptr, column, end, length = _encoded_place(message_ptr, stride, row, start, rows, numel, R)
+    FORMAT: tl.constexpr = R.format
+    row_ptr, column, first, length = _encoded_place(message_ptr, stride, row, start, rows, numel, R)
     encode_tile(
-        *(hadamard(x, R.block, R.format.hadamard_size, R.run), row_ptr, row_ptr, row),
-        *(column, end, length, 0, 0, R.block, R.format, R.format.forward_norm, FULL),
+        *(hadamard(x, R.block, FORMAT.hadamard_size, R.run), row_ptr, row_ptr, row),
+        *(column, first + numel, length, 0, 0, R.block, FORMAT, FORMAT.forward_norm, FULL),
     )
 
 
@@ -114,21 +111,24 @@ def _load_encoded(
     message_ptr, stride, row, start, rows, numel, R: tl.constexpr, FULL: tl.constexpr
 ):
     """Read what a tile of row ``row`` of a matrix is encoded to."""
-    row_ptr, column, end, length = _encoded_place(message_ptr, stride, row, start, rows, numel, R)
-    return load_encoded(row_ptr, column, end, length, R.block, R.run, R.format, FULL)
+    FORMAT: tl.constexpr = R.format
+    row_ptr, column, first, length = _encoded_place(message_ptr, stride, row, start, rows, numel, R)
+    return load_encoded(row_ptr, column, first + numel, length, R.block, R.run, FORMAT, FULL)
 
 
 @triton.jit
 def _decode(loaded, int_to_float, R: tl.constexpr):
     """The fp32 values of what ``_load_encoded`` returned."""
-    values = decode_loaded(loaded, int_to_float, R.block, R.format)
-    return hadamard(values, R.block, R.format.hadamard_size, R.run) * R.format.inverse_norm
+    FORMAT: tl.constexpr = R.format
+    values = decode_loaded(loaded, int_to_float, R.block, FORMAT)
+    return hadamard(values, R.block, FORMAT.hadamard_size, R.run) * FORMAT.inverse_norm
 
 
 @triton.jit
 def _quantize_tile(
     row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, pointers, sizes, R: tl.constexpr
 ):
+    FORMAT: tl.constexpr = R.format
     x_ptr, up_ptr, y_ptr, message_ptr, up_message_ptr, amax_ptr = pointers
     x_stride, up_stride, message_stride, up_message_stride, rows = sizes
     count = numel - start
@@ -141,7 +141,7 @@ def _quantize_tile(
     if R.gated:
         y = y * up.to(tl.float32)
     _store(y_ptr + row * numel + start, y, count, amax_ptr, R, R.amax, FULL)
-    x = encoded_input(x, count, BLOCK, R.activation, R.format, FULL)
+    x = encoded_input(x, count, BLOCK, R.activation, FORMAT, FULL)
     _encode(x, message_ptr, message_stride, row, start, rows, numel, R, FULL)
     if R.gated:
         up = up.to(tl.float32)

@@ -228,16 +228,17 @@ def _load_scales(
     section_ptr, pitch, row, column, rows_left, columns_left, GROUP: tl.constexpr, R: tl.constexpr
 ):
     """Scales or minima of a tile as fp32, one for ``GROUP`` columns of a row."""
+    FORMAT: tl.constexpr = R.format
     PER_ROW: tl.constexpr = R.columns // GROUP
     index = tl.arange(0, R.rows // ROW_STEP * PER_ROW)
     down, along = index // PER_ROW, index % PER_ROW
     inside = (down < rows_left) & (along * GROUP < columns_left)
     offsets = down * (pitch * ROW_STEP) + along
-    first = row * pitch + column // R.format.group_size
-    DTYPE: tl.constexpr = integer_type(R.format.scale_nbytes * 8)
+    first = row * pitch + column // FORMAT.group_size
+    DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
     source = section_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + first
     bits = tl.load(source + offsets) if R.even else tl.load(source + offsets, inside, 0)
-    return scales_of_bits(bits, R.format)
+    return scales_of_bits(bits, FORMAT)
 
 
 @triton.jit

@@ -83,21 +83,20 @@ def mixed_range_kernel(
 
 
 @triton.jit
-def _load_parts(
-    source_ptr, line, lines, parts, PARTS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
-):
-    """Two numbers of every part of ``[LINES]`` lines; ``FIRST`` and ``SECOND`` beyond."""
+def _parts_of_lines(source_ptr, line, lines, parts, PARTS: tl.constexpr):
+    """Where the first number of every part of ``[LINES]`` lines lies, and which parts exist."""
     part = tl.arange(0, PARTS)[None, :]
     source = source_ptr + part * 2 * lines + line[:, None]
-    found = (line < lines)[:, None] & (part < parts)
-    return tl.load(source, found, FIRST), tl.load(source + lines, found, SECOND)
+    return source, (line < lines)[:, None] & (part < parts)
 
 
 @triton.jit
 def _extremes(range_ptr, line, lines, parts, PARTS: tl.constexpr):
     """Low and high keys ``[LINES]`` of all parts."""
-    low, high = _load_parts(range_ptr, line, lines, parts, PARTS, _INT_MAX, _INT_MIN)
-    return tl.min(low, axis=1), tl.max(high, axis=1)
+    source, found = _parts_of_lines(range_ptr, line, lines, parts, PARTS)
+    low = tl.min(tl.load(source, found, _INT_MAX), axis=1)
+    high = tl.max(tl.load(source + lines, found, _INT_MIN), axis=1)
+    return low, high
 
 
 @triton.jit(do_not_specialize=["tokens", "parts", "steps"])
@@ -169,8 +168,7 @@ def _fitted_end(end, fits, scale, minimum, norm, low, high, extreme):
 
 @triton.jit
 def _fitted_range(sums, squares, tokens, width, low, high, SCALES: tl.constexpr):
-    """``reference.fitted_range``, of keys and the sums of ``mixed_moment_kernel``."""
-    sums, squares = sums.to(tl.float64), squares.to(tl.float64)
+    """``reference.fitted_range``, of keys and fp64 sums."""
     count = tl.cast(tokens, tl.float64)
     mean = sums / count
     variance = tl.maximum(squares / count - mean * mean, 0.0).to(tl.float32)
@@ -236,8 +234,9 @@ def mixed_scale_kernel(
     low, high = _extremes(range_ptr, line, lines, parts, PARTS)
     width = tl.load(rows_ptr + WIDTH_ROW * lines + line, inside, 1)
     if FITTED:
-        sums, squares = _load_parts(moment_ptr, line, lines, moment_parts, PARTS, 0, 0)
-        sums, squares = tl.sum(sums, axis=1), tl.sum(squares, axis=1)
+        source, found = _parts_of_lines(moment_ptr, line, lines, moment_parts, PARTS)
+        sums = tl.sum(tl.load(source, found, 0), axis=1).to(tl.float64)
+        squares = tl.sum(tl.load(source + lines, found, 0), axis=1).to(tl.float64)
         low, high = _fitted_range(sums, squares, tokens, width, low, high, SCALES)
     max_level = largest_code(width)
     scale, minimum, norm, inverse = asymmetric_scaling(

@@ -198,6 +198,7 @@ def norm_quantize_kernel(
     R: tl.constexpr,
 ):
     """Read tiles of whole rows once: centre, output, Hadamard -> scale -> round -> pack."""
+    FORMAT: tl.constexpr = R.format
     VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     weight, bias = _load_parameters(weight_ptr, bias_ptr, 0, numel, R)
     largest = tl.zeros((R.block // R.run,), tl.int32)
@@ -220,13 +221,13 @@ def norm_quantize_kernel(
         _store_tile(y_ptr + row * numel, result, count, R.block, R.full)
         if R.amax:
             largest = _widen(largest, y, count, R)
-        values = hadamard(centred, R.block, R.format.hadamard_size, R.run)
+        values = hadamard(centred, R.block, FORMAT.hadamard_size, R.run)
         row_ptr, first, length = encoded_columns(
-            message_ptr, message_stride, row, rows, numel, R.flat, R.format.group_size
+            message_ptr, message_stride, row, rows, numel, R.flat, FORMAT.group_size
         )
         encode_tile(
             *(values, row_ptr, message_ptr, row, first, first + count, length, 0, 0),
-            *(R.block, R.format, R.format.forward_norm, R.full),
+            *(R.block, FORMAT, FORMAT.forward_norm, R.full),
         )
     if R.amax:
         _store_largest(amax_ptr, largest, y_ptr.dtype.element_ty)
@@ -247,6 +248,7 @@ def norm_dequantize_kernel(
     X_DTYPE: tl.constexpr,
 ):
     """Unpack -> scale -> inverse Hadamard -> normalise, for the same columns of many rows."""
+    FORMAT: tl.constexpr = R.format
     start = tl.program_id(0) * R.block
     weight, bias = _load_parameters(weight_ptr, bias_ptr, start, numel, R)
     tiles = tl.cdiv(rows, R.rows)
@@ -254,16 +256,16 @@ def norm_dequantize_kernel(
         row = tl.cast(tile, tl.int64) * R.rows
         count = _tile_count(row, rows, numel, R)
         row_ptr, first, length = encoded_columns(
-            message_ptr, message_stride, row, rows, numel, R.flat, R.format.group_size
+            message_ptr, message_stride, row, rows, numel, R.flat, FORMAT.group_size
         )
         values = decode_tile(
             *(row_ptr, first + start, first + count, length, int_to_float),
-            *(R.block, R.run, R.format, R.full),
+            *(R.block, R.run, FORMAT, R.full),
         )
         # beyond the last row of a matrix, any will do
         index = tl.minimum(_tile_rows(row, R), rows - 1)
         rstd = _spread(tl.load(rstd_ptr + index), R)
-        centred = hadamard(values, R.block, R.format.hadamard_size, R.run) * R.format.inverse_norm
+        centred = hadamard(values, R.block, FORMAT.hadamard_size, R.run) * FORMAT.inverse_norm
         y = _normalize(centred, rstd, weight, bias, X_DTYPE, R)
         result = round_output(y, y_ptr.dtype.element_ty)
         _store_tile(y_ptr + row * numel + start, result, count - start, R.block, R.full)
@@ -341,15 +343,16 @@ def _store_partial(partial_ptr, values, numel, R: tl.constexpr):
 @triton.jit
 def _load_tile(pointers, message_stride, dy_stride, tile, rows, numel, R: tl.constexpr):
     """Read all that a tile needs: ``dy``, rstd of its rows, and ``load_encoded``."""
+    FORMAT: tl.constexpr = R.format
     message_ptr, rstd_ptr, dy_ptr = pointers
     VECTOR: tl.constexpr = 128 // dy_ptr.dtype.element_ty.primitive_bitwidth
     row = tl.cast(tile, tl.int64) * R.rows
     count = _tile_count(row, rows, numel, R)
     dy = load_run(dy_ptr + row * dy_stride, count, R.block, VECTOR, R.run, R.full)
     row_ptr, first, length = encoded_columns(
-        message_ptr, message_stride, row, rows, numel, R.flat, R.format.group_size
+        message_ptr, message_stride, row, rows, numel, R.flat, FORMAT.group_size
     )
-    loaded = load_encoded(row_ptr, first, first + count, length, R.block, R.run, R.format, R.full)
+    loaded = load_encoded(row_ptr, first, first + count, length, R.block, R.run, FORMAT, R.full)
     # beyond the last row of a matrix, any will do
     rstd = tl.load(rstd_ptr + tl.minimum(_tile_rows(row, R), rows - 1))
     return dy, rstd, loaded
@@ -378,6 +381,7 @@ def norm_backward_kernel(
     compiler go through shared memory, from where the codes come in an order that costs 13
     instructions per element with a transform.
     """
+    FORMAT: tl.constexpr = R.format
     if R.weight:
         weight = _load_columns(weight_ptr, numel, R)
     dweight = tl.zeros((R.block,), tl.float32)
@@ -396,8 +400,8 @@ def norm_backward_kernel(
             )
         row = tl.cast(tile, tl.int64) * R.rows
         count = _tile_count(row, rows, numel, R)
-        values = decode_loaded(loaded, int_to_float, R.block, R.format)
-        centred = hadamard(values, R.block, R.format.hadamard_size, R.run) * R.format.inverse_norm
+        values = decode_loaded(loaded, int_to_float, R.block, FORMAT)
+        centred = hadamard(values, R.block, FORMAT.hadamard_size, R.run) * FORMAT.inverse_norm
         x_hat = centred * _spread(rstd, R)
         if not R.full:  # what lies beyond the row may be scaled by anything
             x_hat = tl.where(tl.arange(0, R.block) < count, x_hat, 0.0)
