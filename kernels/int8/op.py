@@ -139,7 +139,7 @@ def int8_quantize(
     from lq_lightning.kernels.int8.triton_kernels import launch_quantize
 
     results = _fake_int8_quantize(x, hadamard_size, amax, length)
-    return Launched(results, launch_quantize(x, hadamard_size, length, *results))
+    return Launched(results, launch_quantize((x, *results), hadamard_size, length))
 
 
 @cached_operator(
@@ -160,30 +160,19 @@ def int8_matmul(
 ) -> Tensor | Launched:
     """Multiply quantized matrices: ``x @ y.t()``, of which ``q`` and ``w`` were made.
 
-    Sums are exact, and rounded to ``dtype`` once; those of rows with second terms twice.
-
-    Args:
-        q: ``[R, K16]`` of ``int8_quantize``.
-        scale: scales of ``q``.
-        w: ``[N, K16]``, with the same transform.
-        w_scale: scales of ``w``.
-        second: second terms of ``q``.
-        length: length that ``q`` was made with.
-        dtype: fp32, bf16 or fp16, of the result.
+    Sums are exact, and rounded to ``dtype`` once; those of rows with second terms twice. ``q`` is
+    ``[R, K16]`` of ``int8_quantize`` with its second terms and length, ``w`` ``[N, K16]`` with the
+    same transform.
 
     Returns:
-        ``[R, N]``, contiguous; NaN where a scale is.
-
-    Raises:
-        ValueError: tensors that do not fit each other, or another dtype.
-        NotImplementedError: more than ``2**22`` rows on a GPU.
+        ``[R, N]`` fp32, bf16 or fp16, contiguous; NaN where a scale is.
     """
     check_product(q, scale, w, w_scale, second, length, dtype)
     if q.is_cuda:
         from lq_lightning.kernels.int8.triton_kernels import launch_products
 
         out = q.new_empty(q.shape[0], w.shape[0], dtype=dtype)
-        return Launched((out,), launch_products(q, scale, w, w_scale, second, length, out))
+        return Launched((out,), launch_products((q, scale, w, w_scale, second, out), length))
     y = cpu.products(q, w, scale, w_scale).to(dtype)
     rows = cpu.rows_with_second(q.shape[0], length)
     exist = rows < q.shape[0]

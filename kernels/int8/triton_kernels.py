@@ -122,21 +122,14 @@ def quantize_kernel(
 
 
 def launch_quantize(
-    x: Tensor,
-    hadamard_size: int,
-    length: int,
-    q: Tensor,
-    scale: Tensor,
-    second: Tensor,
-    largest: Tensor,
-    *,
-    block: int = MAX_BLOCK,
+    tensors: tuple[Tensor, ...], hadamard_size: int, length: int, *, block: int = MAX_BLOCK
 ) -> Callable[..., None]:
-    """Launch the kernel with the operator's arguments and results.
+    """Launch the kernel on the tensors and results of the operator.
 
     ``block`` limits the values of a row kept in registers, for tests. Returns a launch on other
     tensors alike.
     """
+    x, q, _, second, largest = tensors
     rows, numel = x.shape
     block = min(block, max(256, triton.next_power_of_2(numel)))
     launch_rows = Launch(
@@ -155,12 +148,12 @@ def launch_quantize(
         },
     )
 
-    def launch(x: Tensor, q: Tensor, scale: Tensor, second: Tensor, largest: Tensor) -> None:
-        largest.zero_()
-        if x.shape[0]:
-            launch_rows(x, q, scale, second, largest)
+    def launch(*tensors: Tensor) -> None:
+        tensors[-1].zero_()
+        if rows:
+            launch_rows(*tensors)
 
-    launch(x, q, scale, second, largest)
+    launch(*tensors)
     return launch
 
 
@@ -311,20 +304,13 @@ def _processors(device: torch.device) -> int:
 
 
 def launch_products(
-    q: Tensor,
-    scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    second: Tensor,
-    length: int,
-    out: Tensor,
-    *,
-    tile: ProductTile | None = None,
+    tensors: tuple[Tensor, ...], length: int, *, tile: ProductTile | None = None
 ) -> Callable[..., None]:
-    """Launch the kernels with the operator's arguments and result; ``tile`` overrides the table.
+    """Launch the kernels on the operator's tensors and result; ``tile`` overrides the table.
 
     Returns a launch on other tensors alike.
     """
+    q, _, w, _, second, out = tensors
     (M, K16), N = q.shape, w.shape[0]
     processors = _processors(q.device)
     # what TMA demands
@@ -334,9 +320,8 @@ def launch_products(
     seconds = _pointer_launch(second.shape[0], N, K16, length, SECOND_TILE)
     chosen = tile or choose_product_tile(M, N, K16, processors)
 
-    def launch(
-        q: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, second: Tensor, out: Tensor
-    ) -> None:
+    def launch(q: Tensor, *others: Tensor) -> None:
+        scale, w, w_scale, second, out = others
         if out.numel() == 0:
             return
         if processors and aligned:
@@ -346,7 +331,7 @@ def launch_products(
         if second.shape[0]:
             seconds(second, scale, w, w_scale, out)
 
-    launch(q, scale, w, w_scale, second, out)
+    launch(*tensors)
     return launch
 
 

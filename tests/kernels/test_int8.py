@@ -154,7 +154,7 @@ def test_kernels_have_the_bits_of_the_reference(
         actual = [torch.full_like(part, 85, device=device) for part in expected]
         for part in actual[2][2 * (length == 2) :: 4], actual[2][3 * (length == 2) :: 4]:
             part.zero_()  # of sequences of two, no row has the third and fourth
-        launch_quantize(x.to(device), size, length, *actual, block=block)
+        launch_quantize((x.to(device), *actual), size, length, block=block)
         for part, truth in zip(actual, expected, strict=True):
             assert_same(part, truth)
         check_products(expected, length, dtype, device)
@@ -174,7 +174,7 @@ def check_products(
     y = int8_matmul(q, scale, w, w_scale, second, length, dtype)
     out = torch.full_like(y, 7.0, device=device)
     moved = (part.to(device) for part in (q, scale, w, w_scale, second))
-    launch_products(*moved, length, out, tile=SMALL)
+    launch_products((*moved, out), length, tile=SMALL)
     assert_same(out, y)
 
 
