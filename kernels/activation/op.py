@@ -189,12 +189,12 @@ def activation_backward(
         raise ValueError(f"message is on {message.device}, dy on {dy.device}; both must be on one.")
     up = gated(up_message)
     if not dy.is_cuda:
-        wide, dup = dy.float(), dy.new_empty(0, 0)
-        x = decode_matrix(message, *dy.shape, fmt)
+        (rows, numel), wide, dup = dy.shape, dy.float(), dy.new_empty(0, 0)
+        x = decode_matrix(message, rows, numel, fmt)
         value, derivative = cpu.value_and_derivative(x, activation)
         if up is not None:
             dup = (wide * value).to(dy.dtype)
-            wide = wide * decode_matrix(up, *dy.shape, fmt)
+            wide = wide * decode_matrix(up, rows, numel, fmt)
         dx = (wide * derivative).to(dy.dtype)
         largest = [cpu.amax(dx), cpu.amax(dup)] if amax else [torch.empty(0, dtype=torch.float32)]
         return dx, dup, torch.cat(largest)
