@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.matrix import check_matrix, empty_message, parse_matrix_format
+from lq_lightning.kernels.message.matrix import (
+    check_matrix,
+    decode_matrix,
+    empty_message,
+    encode_matrix,
+    parse_matrix_format,
+)
 from lq_lightning.kernels.message.operators import Launched, cached_operator, check_rows
 
 from . import reference as cpu
@@ -41,7 +47,8 @@ def gated(up_message: Tensor) -> Tensor | None:
     return None if up_message.shape[0] == 0 and up_message.shape[1] == 0 else up_message
 
 
-def _check_values(name: str, values: Tensor) -> None:
+def check_values(name: str, values: Tensor) -> None:
+    """Raise ``ValueError`` unless ``values`` is a matrix of floats with contiguous rows."""
     if values.dim() != 2 or values.dtype not in _DTYPES:
         raise ValueError(
             f"{name} is {values.dtype} {tuple(values.shape)}; it must be a matrix of float32, "
@@ -95,21 +102,26 @@ def activation_quantize(
     """
     fmt = parse_matrix_format(format)
     check_activation(activation)
-    _check_values("x", x)
+    check_values("x", x)
     if up is not None:
-        _check_values("up", up)
+        check_values("up", up)
         if up.shape != x.shape or up.dtype != x.dtype or up.device != x.device:
             raise ValueError(
                 f"up is {up.dtype} {tuple(up.shape)} on {up.device}, x is {x.dtype} "
                 f"{tuple(x.shape)} on {x.device}; both must have the same shape, dtype and device."
             )
     if not x.is_cuda:
-        return cpu.quantize(x, up, activation, fmt, amax)
-    from lq_lightning.kernels.activation.triton_kernels import launch_quantize
+        value = cpu.value_and_derivative(x.float(), activation)[0]
+        y = (value if up is None else value * up.float()).to(x.dtype)
+        message = encode_matrix(cpu.encoded_input(x.float(), activation, fmt), fmt)
+        nothing = torch.empty(0, 0, dtype=torch.uint8)
+        largest = cpu.amax(y) if amax else torch.empty(0, dtype=torch.float32)
+        return y, message, nothing if up is None else encode_matrix(up, fmt), largest
+    from lq_lightning.kernels.activation.triton_kernels import launch
 
     results = _fake_quantize(x, up, activation, format, amax)
-    launch = launch_quantize(x, up, activation, fmt, *results)
-    return Launched(results, launch, zeroed=3 if amax else None)
+    launched = launch("quantize", (x, up, *results), activation, fmt)
+    return Launched(results, launched, zeroed=3 if amax else None)
 
 
 @cached_operator(
@@ -136,11 +148,14 @@ def activation_dequantize(
         raise ValueError(f"dtype={dtype} is not supported; use one of {_DTYPES}.")
     up = gated(up_message)
     if not message.is_cuda:
-        return cpu.dequantize(message, up, rows, numel, activation, fmt, dtype)
-    from lq_lightning.kernels.activation.triton_kernels import launch_dequantize
+        value = cpu.value_and_derivative(decode_matrix(message, rows, numel, fmt), activation)[0]
+        if up is not None:
+            value = value * decode_matrix(up, rows, numel, fmt)
+        return value.to(dtype)
+    from lq_lightning.kernels.activation.triton_kernels import launch
 
     y = message.new_empty(rows, numel, dtype=dtype)
-    return Launched((y,), launch_dequantize(message, up, activation, fmt, y))
+    return Launched((y,), launch("dequantize", (message, up, y), activation, fmt))
 
 
 def _fake_backward(
@@ -168,15 +183,23 @@ def activation_backward(
     """
     fmt = parse_matrix_format(format)
     check_activation(activation)
-    _check_values("dy", dy)
+    check_values("dy", dy)
     check_messages(message, up_message, dy.shape[0], dy.shape[1], fmt)
     if dy.device != message.device:
         raise ValueError(f"message is on {message.device}, dy on {dy.device}; both must be on one.")
     up = gated(up_message)
     if not dy.is_cuda:
-        return cpu.backward(message, up, dy, activation, fmt, amax)
-    from lq_lightning.kernels.activation.triton_kernels import launch_backward
+        (rows, numel), wide, dup = dy.shape, dy.float(), dy.new_empty(0, 0)
+        x = decode_matrix(message, rows, numel, fmt)
+        value, derivative = cpu.value_and_derivative(x, activation)
+        if up is not None:
+            dup = (wide * value).to(dy.dtype)
+            wide = wide * decode_matrix(up, rows, numel, fmt)
+        dx = (wide * derivative).to(dy.dtype)
+        largest = [cpu.amax(dx), cpu.amax(dup)] if amax else [torch.empty(0, dtype=torch.float32)]
+        return dx, dup, torch.cat(largest)
+    from lq_lightning.kernels.activation.triton_kernels import launch
 
     results = _fake_backward(message, up_message, dy, activation, format, amax)
-    launch = launch_backward(message, up, dy, activation, fmt, *results)
-    return Launched(results, launch, zeroed=2 if amax else None)
+    launched = launch("backward", (message, up, dy, *results), activation, fmt)
+    return Launched(results, launched, zeroed=2 if amax else None)

@@ -1,4 +1,4 @@
-"""Activation functions, their codes and their gradients in plain torch, on the CPU.
+"""Activation functions and what is encoded of their inputs in plain torch, on the CPU.
 
 All arithmetic is fp32 and rounded once, whatever the dtype of the tensors. Shape legend: T rows,
 N columns, R encoded rows of a message (see ``message.matrix``).
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.matrix import decode_matrix, encode_matrix
 
 QUICK_GELU = 1.702
 # gelu_tanh(x) = x * sigmoid(x * (TANH + TANH_CUBIC * x**2)), since 1 + tanh(z) = 2 sigmoid(2 z).
@@ -112,62 +111,6 @@ def encoded_input(x: Tensor, activation: str, fmt: MessageFormat) -> Tensor:
     return kept.view(rows, -1)[:, :numel]
 
 
-def _amax(x: Tensor) -> Tensor:
+def amax(x: Tensor) -> Tensor:
     """Largest magnitude, NaN if there is one, as fp32 ``[1]``; 0 of nothing."""
     return x.abs().amax().float().view(1) if x.numel() else torch.zeros(1, dtype=torch.float32)
-
-
-def quantize(
-    x: Tensor, up: Tensor | None, activation: str, fmt: MessageFormat, amax: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Apply the function and encode its inputs; arguments and results as for the operator."""
-    value = value_and_derivative(x.float(), activation)[0]
-    y = (value if up is None else value * up.float()).to(x.dtype)
-    up_message = torch.empty(0, 0, dtype=torch.uint8) if up is None else encode_matrix(up, fmt)
-    return (
-        y,
-        encode_matrix(encoded_input(x.float(), activation, fmt), fmt),
-        up_message,
-        _amax(y) if amax else torch.empty(0, dtype=torch.float32),
-    )
-
-
-def dequantize(
-    message: Tensor,
-    up_message: Tensor | None,
-    rows: int,
-    numel: int,
-    activation: str,
-    fmt: MessageFormat,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Apply the function to decoded inputs; ``up_message`` is None if there is no gate."""
-    value = value_and_derivative(decode_matrix(message, rows, numel, fmt), activation)[0]
-    if up_message is not None:
-        value = value * decode_matrix(up_message, rows, numel, fmt)
-    return value.to(dtype)
-
-
-def backward(
-    message: Tensor,
-    up_message: Tensor | None,
-    dy: Tensor,
-    activation: str,
-    fmt: MessageFormat,
-    amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate at decoded inputs; ``up_message`` is None if there is no gate."""
-    rows, numel = dy.shape
-    x = decode_matrix(message, rows, numel, fmt)
-    value, derivative = value_and_derivative(x, activation)
-    if up_message is None:
-        dx, dup = (dy.float() * derivative).to(dy.dtype), torch.empty(0, 0, dtype=dy.dtype)
-    else:
-        up = decode_matrix(up_message, rows, numel, fmt)
-        dx = (dy.float() * up * derivative).to(dy.dtype)
-        dup = (dy.float() * value).to(dy.dtype)
-    return (
-        dx,
-        dup,
-        torch.cat([_amax(dx), _amax(dup)]) if amax else torch.empty(0, dtype=torch.float32),
-    )

@@ -24,7 +24,7 @@ _DENSITY = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
 
 
 @triton.jit
-def _exp2(x):
+def exp2(x):
     """``2**x``, results below the smallest normal number as 0."""
     if HAS_PTX:
         asm: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
@@ -35,7 +35,18 @@ def _exp2(x):
 
 
 @triton.jit
-def _reciprocal(x):
+def log2(x):
+    """Logarithm of normal numbers: one instruction instead of a polynomial, within 2**-22."""
+    if HAS_PTX:
+        asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
+        y = tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, True, 1)
+    else:
+        y = tl.log2(x)
+    return y
+
+
+@triton.jit
+def reciprocal(x):
     """``1 / x`` of what is infinite or at most ``2**126``, so that no result is subnormal."""
     if HAS_PTX:
         asm: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
@@ -48,9 +59,9 @@ def _reciprocal(x):
 @triton.jit
 def _sigmoid(x):
     # A quarter of the denominator is at most 2**126, or infinite.
-    power = _exp2(x * -_LOG2_E)
+    power = exp2(x * -_LOG2_E)
     quarter = tl.full(x.shape, 0.25, tl.float32)
-    return _reciprocal(tl.fma(power, quarter, quarter)) * 0.25
+    return reciprocal(tl.fma(power, quarter, quarter)) * 0.25
 
 
 @triton.jit
@@ -66,7 +77,7 @@ def value_and_derivative(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         share = 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
         value = x * share
-        derivative = share + x * (_exp2(x * x * (-0.5 * _LOG2_E)) * _DENSITY)
+        derivative = share + x * (exp2(x * x * (-0.5 * _LOG2_E)) * _DENSITY)
     elif ACTIVATION == "gelu_tanh":
         square = x * x
         gate = _sigmoid(x * (square * _TANH_CUBIC + _TANH))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lq_lightning.kernels.activation.triton_arithmetic import (
     activate,
@@ -39,36 +40,46 @@ from lq_lightning.kernels.message.triton_rows import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Constants of a kernel: what a program computes, and the tile that it works on.
+
+    Attributes:
+        flat: ``matrix.is_flat``.
+        gated: whether there is a second factor.
+        amax: whether the largest magnitudes of the results are found, too.
+    """
+
+    activation: str
+    format: MessageFormat
+    flat: bool
+    gated: bool
+    amax: bool
+    block: int
+    run: int
+
+
 @triton.jit
-def _load(ptr, count, BLOCK: tl.constexpr, RUN: tl.constexpr, FULL: tl.constexpr):
+def _load(ptr, count, R: tl.constexpr, FULL: tl.constexpr):
     VECTOR: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    return load_run(ptr, count, BLOCK, VECTOR, RUN, FULL)
+    return load_run(ptr, count, R.block, VECTOR, R.run, FULL)
 
 
 @triton.jit
-def _store(
-    ptr,
-    values,
-    count,
-    amax_ptr,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    AMAX: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _store(ptr, values, count, amax_ptr, R: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr):
     """Round, write and, if ``AMAX``, let the fp32 at ``amax_ptr`` hold the largest magnitude.
 
     Beyond the end of a row all values are 0, since what was loaded is, or NaN where the next row,
     whose scale is seen there, has NaN too.
     """
     DTYPE: tl.constexpr = ptr.dtype.element_ty
-    offsets = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, R.block)
     if FULL:
         tl.store(ptr + offsets, round_output(values, DTYPE))
     else:
         tl.store(ptr + offsets, round_output(values, DTYPE), offsets < count)
     if AMAX:
-        parts = largest_magnitude(tl.reshape(values, (BLOCK // RUN, RUN)))
+        parts = largest_magnitude(tl.reshape(values, (R.block // R.run, R.run)))
         largest = tl.max(parts, 0).to(tl.float32, bitcast=True)
         # Rounding keeps the order, so that one value is rounded instead of all.
         rounded = round_output(largest, DTYPE).to(tl.float32)
@@ -77,103 +88,64 @@ def _store(
 
 
 @triton.jit
-def _encode(
-    x,
-    message_ptr,
-    message_stride,
-    row,
-    start,
-    rows,
-    numel,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _encoded_place(message_ptr, stride, row, start, rows, numel, R: tl.constexpr):
+    """Encoded row of a tile, its column there, that of the matrix's row, and the values in all."""
+    MULTIPLE: tl.constexpr = min(R.block, R.format.block_multiple)
+    row_ptr, first, length = encoded_columns(message_ptr, stride, row, rows, numel, R.flat)
+    return row_ptr, tl.multiple_of(first + start, MULTIPLE), first, length
+
+
+@triton.jit
+def _encode(x, message_ptr, stride, row, start, rows, numel, R: tl.constexpr, FULL: tl.constexpr):
     """Write the codes of a tile of row ``row`` of a matrix."""
-    MULTIPLE: tl.constexpr = BLOCK if FORMAT.block_multiple > BLOCK else FORMAT.block_multiple
-    row_ptr, first, length = encoded_columns(message_ptr, message_stride, row, rows, numel, FLAT)
-    column = tl.multiple_of(first + start, MULTIPLE)
+    FORMAT: tl.constexpr = R.format
+    row_ptr, column, first, length = _encoded_place(message_ptr, stride, row, start, rows, numel, R)
     encode_tile(
-        *(hadamard(x, BLOCK, FORMAT.hadamard_size, RUN), row_ptr, row_ptr, row),
-        *(column, first + numel, length, 0, 0, BLOCK, FORMAT, FORMAT.forward_norm, FULL),
+        *(hadamard(x, R.block, FORMAT.hadamard_size, R.run), row_ptr, row_ptr, row),
+        *(column, first + numel, length, 0, 0, R.block, FORMAT, FORMAT.forward_norm, FULL),
     )
 
 
 @triton.jit
 def _load_encoded(
-    message_ptr,
-    message_stride,
-    row,
-    start,
-    rows,
-    numel,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    FULL: tl.constexpr,
+    message_ptr, stride, row, start, rows, numel, R: tl.constexpr, FULL: tl.constexpr
 ):
     """Read what a tile of row ``row`` of a matrix is encoded to."""
-    MULTIPLE: tl.constexpr = BLOCK if FORMAT.block_multiple > BLOCK else FORMAT.block_multiple
-    row_ptr, first, length = encoded_columns(message_ptr, message_stride, row, rows, numel, FLAT)
-    column = tl.multiple_of(first + start, MULTIPLE)
-    return load_encoded(row_ptr, column, first + numel, length, BLOCK, RUN, FORMAT, FULL)
+    FORMAT: tl.constexpr = R.format
+    row_ptr, column, first, length = _encoded_place(message_ptr, stride, row, start, rows, numel, R)
+    return load_encoded(row_ptr, column, first + numel, length, R.block, R.run, FORMAT, FULL)
 
 
 @triton.jit
-def _decode(loaded, int_to_float, BLOCK: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr):
+def _decode(loaded, int_to_float, R: tl.constexpr):
     """The fp32 values of what ``_load_encoded`` returned."""
-    values = decode_loaded(loaded, int_to_float, BLOCK, FORMAT)
-    return hadamard(values, BLOCK, FORMAT.hadamard_size, RUN) * FORMAT.inverse_norm
+    FORMAT: tl.constexpr = R.format
+    values = decode_loaded(loaded, int_to_float, R.block, FORMAT)
+    return hadamard(values, R.block, FORMAT.hadamard_size, R.run) * FORMAT.inverse_norm
 
 
 @triton.jit
 def _quantize_tile(
-    row,
-    start,
-    numel,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    x_ptr,
-    up_ptr,
-    y_ptr,
-    message_ptr,
-    up_message_ptr,
-    amax_ptr,
-    x_stride,
-    up_stride,
-    message_stride,
-    up_message_stride,
-    rows,
-    ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    GATED: tl.constexpr,
-    AMAX: tl.constexpr,
-    RUN: tl.constexpr,
+    row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, pointers, sizes, R: tl.constexpr
 ):
+    FORMAT: tl.constexpr = R.format
+    x_ptr, up_ptr, y_ptr, message_ptr, up_message_ptr, amax_ptr = pointers
+    x_stride, up_stride, message_stride, up_message_stride, rows = sizes
     count = numel - start
     # All loads before anything else, so that they are on their way together.
-    x = _load(x_ptr + row * x_stride + start, count, BLOCK, RUN, FULL)
-    if GATED:
-        up = _load(up_ptr + row * up_stride + start, count, BLOCK, RUN, FULL)
+    x = _load(x_ptr + row * x_stride + start, count, R, FULL)
+    if R.gated:
+        up = _load(up_ptr + row * up_stride + start, count, R, FULL)
     x = x.to(tl.float32)
-    y = activate(x, ACTIVATION)
-    if GATED:
+    y = activate(x, R.activation)
+    if R.gated:
         y = y * up.to(tl.float32)
-    _store(y_ptr + row * numel + start, y, count, amax_ptr, BLOCK, RUN, AMAX, FULL)
-    _encode(
-        encoded_input(x, count, BLOCK, ACTIVATION, FORMAT, FULL),
-        *(message_ptr, message_stride, row, start, rows, numel),
-        *(BLOCK, RUN, FORMAT, FLAT, FULL),
-    )
-    if GATED:
-        _encode(
-            *(up.to(tl.float32), up_message_ptr, up_message_stride, row, start, rows, numel),
-            *(BLOCK, RUN, FORMAT, FLAT, FULL),
-        )
+    _store(y_ptr + row * numel + start, y, count, amax_ptr, R, R.amax, FULL)
+    x = encoded_input(x, count, BLOCK, R.activation, FORMAT, FULL)
+    _encode(x, message_ptr, message_stride, row, start, rows, numel, R, FULL)
+    if R.gated:
+        up = up.to(tl.float32)
+        _encode(up, up_message_ptr, up_message_stride, row, start, rows, numel, R, FULL)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -191,63 +163,32 @@ def activation_quantize_kernel(
     rows,
     tiles,
     numel,
-    BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    GATED: tl.constexpr,
-    AMAX: tl.constexpr,
-    RUN: tl.constexpr,
+    R: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Write ``tiles`` tiles of a row of ``act(x) [* up]`` and the codes of both inputs."""
-    for_each_tile(
-        _quantize_tile,
-        rows,
-        tiles,
-        numel,
-        BLOCK,
-        (x_ptr, up_ptr, y_ptr, message_ptr, up_message_ptr, amax_ptr),
-        (x_stride, up_stride, message_stride, up_message_stride, rows),
-        (ACTIVATION, FORMAT, FLAT, GATED, AMAX, RUN),
-        WHOLE,
-    )
+    pointers = (x_ptr, up_ptr, y_ptr, message_ptr, up_message_ptr, amax_ptr)
+    sizes = (x_stride, up_stride, message_stride, up_message_stride, rows)
+    for_each_tile(_quantize_tile, rows, tiles, numel, R.block, (pointers,), (sizes,), (R,), WHOLE)
 
 
 @triton.jit
 def _dequantize_tile(
-    row,
-    start,
-    numel,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    message_ptr,
-    up_message_ptr,
-    y_ptr,
-    message_stride,
-    up_message_stride,
-    rows,
-    int_to_float,
-    ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    GATED: tl.constexpr,
-    RUN: tl.constexpr,
+    row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, pointers, sizes, R: tl.constexpr
 ):
+    message_ptr, up_message_ptr, y_ptr = pointers
+    message_stride, up_message_stride, rows, int_to_float = sizes
     # All loads before anything else, so that they are on their way together.
-    loaded = _load_encoded(
-        *(message_ptr, message_stride, row, start, rows, numel, BLOCK, RUN, FORMAT, FLAT, FULL),
-    )
+    loaded = _load_encoded(message_ptr, message_stride, row, start, rows, numel, R, FULL)
     up_loaded = loaded
-    if GATED:
+    if R.gated:
         up_loaded = _load_encoded(
-            *(up_message_ptr, up_message_stride, row, start, rows, numel),
-            *(BLOCK, RUN, FORMAT, FLAT, FULL),
+            up_message_ptr, up_message_stride, row, start, rows, numel, R, FULL
         )
-    y = activate(_decode(loaded, int_to_float, BLOCK, RUN, FORMAT), ACTIVATION)
-    if GATED:
-        y = y * _decode(up_loaded, int_to_float, BLOCK, RUN, FORMAT)
-    _store(y_ptr + row * numel + start, y, numel - start, y_ptr, BLOCK, RUN, False, FULL)
+    y = activate(_decode(loaded, int_to_float, R), R.activation)
+    if R.gated:
+        y = y * _decode(up_loaded, int_to_float, R)
+    _store(y_ptr + row * numel + start, y, numel - start, y_ptr, R, False, FULL)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "int_to_float"])
@@ -261,74 +202,38 @@ def activation_dequantize_kernel(
     tiles,
     numel,
     int_to_float,
-    BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    GATED: tl.constexpr,
-    RUN: tl.constexpr,
+    R: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Write ``tiles`` tiles of a row of ``act(x) [* up]`` from the codes of both inputs."""
-    for_each_tile(
-        _dequantize_tile,
-        rows,
-        tiles,
-        numel,
-        BLOCK,
-        (message_ptr, up_message_ptr, y_ptr),
-        (message_stride, up_message_stride, rows, int_to_float),
-        (ACTIVATION, FORMAT, FLAT, GATED, RUN),
-        WHOLE,
-    )
+    pointers = (message_ptr, up_message_ptr, y_ptr)
+    sizes = (message_stride, up_message_stride, rows, int_to_float)
+    for_each_tile(_dequantize_tile, rows, tiles, numel, R.block, (pointers,), (sizes,), (R,), WHOLE)
 
 
 @triton.jit
 def _backward_tile(
-    row,
-    start,
-    numel,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    message_ptr,
-    up_message_ptr,
-    dy_ptr,
-    dx_ptr,
-    dup_ptr,
-    amax_ptr,
-    dy_stride,
-    message_stride,
-    up_message_stride,
-    rows,
-    int_to_float,
-    ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    GATED: tl.constexpr,
-    AMAX: tl.constexpr,
-    RUN: tl.constexpr,
+    row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, pointers, sizes, R: tl.constexpr
 ):
+    message_ptr, up_message_ptr, dy_ptr, dx_ptr, dup_ptr, amax_ptr = pointers
+    dy_stride, message_stride, up_message_stride, rows, int_to_float = sizes
     count = numel - start
     target = row * numel + start
     # All loads before anything else, so that they are on their way together.
-    dy = _load(dy_ptr + row * dy_stride + start, count, BLOCK, RUN, FULL)
-    loaded = _load_encoded(
-        *(message_ptr, message_stride, row, start, rows, numel, BLOCK, RUN, FORMAT, FLAT, FULL),
-    )
+    dy = _load(dy_ptr + row * dy_stride + start, count, R, FULL)
+    loaded = _load_encoded(message_ptr, message_stride, row, start, rows, numel, R, FULL)
     up_loaded = loaded
-    if GATED:
+    if R.gated:
         up_loaded = _load_encoded(
-            *(up_message_ptr, up_message_stride, row, start, rows, numel),
-            *(BLOCK, RUN, FORMAT, FLAT, FULL),
+            up_message_ptr, up_message_stride, row, start, rows, numel, R, FULL
         )
-    x = _decode(loaded, int_to_float, BLOCK, RUN, FORMAT)
-    value, derivative = value_and_derivative(x, ACTIVATION)
+    value, derivative = value_and_derivative(_decode(loaded, int_to_float, R), R.activation)
     dy = dy.to(tl.float32)
     dx = dy
-    if GATED:
-        dx = dx * _decode(up_loaded, int_to_float, BLOCK, RUN, FORMAT)
-        _store(dup_ptr + target, dy * value, count, amax_ptr + 1, BLOCK, RUN, AMAX, FULL)
-    _store(dx_ptr + target, dx * derivative, count, amax_ptr, BLOCK, RUN, AMAX, FULL)
+    if R.gated:
+        dx = dx * _decode(up_loaded, int_to_float, R)
+        _store(dup_ptr + target, dy * value, count, amax_ptr + 1, R, R.amax, FULL)
+    _store(dx_ptr + target, dx * derivative, count, amax_ptr, R, R.amax, FULL)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "int_to_float"])
@@ -346,150 +251,67 @@ def activation_backward_kernel(
     tiles,
     numel,
     int_to_float,
-    BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    GATED: tl.constexpr,
-    AMAX: tl.constexpr,
-    RUN: tl.constexpr,
+    R: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Write ``tiles`` tiles of a row of both gradients at decoded inputs."""
-    for_each_tile(
-        _backward_tile,
-        rows,
-        tiles,
-        numel,
-        BLOCK,
-        (message_ptr, up_message_ptr, dy_ptr, dx_ptr, dup_ptr, amax_ptr),
-        (dy_stride, message_stride, up_message_stride, rows, int_to_float),
-        (ACTIVATION, FORMAT, FLAT, GATED, AMAX, RUN),
-        WHOLE,
-    )
+    pointers = (message_ptr, up_message_ptr, dy_ptr, dx_ptr, dup_ptr, amax_ptr)
+    sizes = (dy_stride, message_stride, up_message_stride, rows, int_to_float)
+    for_each_tile(_backward_tile, rows, tiles, numel, R.block, (pointers,), (sizes,), (R,), WHOLE)
 
 
-def _encoded_rows(values: Tensor, flat: bool, *others: Tensor) -> tuple[int, int]:
-    """Rows and columns to work on: one row where all of it is one in memory and in the messages."""
-    rows, numel = values.shape
-    whole = flat and all(t.is_contiguous() for t in (values, *others))
-    return (1, rows * numel) if whole else (rows, numel)
+_KERNELS = {
+    "quantize": activation_quantize_kernel,
+    "dequantize": activation_dequantize_kernel,
+    "backward": activation_backward_kernel,
+}
 
 
-def _tile(kind: str, fmt: MessageFormat, group_size: int, y: Tensor) -> Tile:
-    kind = f"activation {kind}" + (" hadamard" if fmt.hadamard_size else "")
-    return choose_tile(kind, group_size, y.numel(), y.device)
-
-
-def _constants(
-    tile: Tile, numel: int, activation: str, fmt: MessageFormat, flat: bool, gated: bool
-) -> dict[str, object]:
-    """Constants that all kernels of activations take."""
-    return {
-        "BLOCK": tile.block,
-        "ACTIVATION": activation,
-        "FORMAT": fmt,
-        "FLAT": flat,
-        "GATED": gated,
-        "RUN": tile.run,
-        "WHOLE": numel % tile.block == 0,
-        "num_warps": tile.warps,
-        "enable_fp_fusion": False,
-    }
-
-
-def launch_quantize(
-    x: Tensor,
-    up: Tensor | None,
+def launch(
+    name: str,
+    tensors: tuple[Any, ...],
     activation: str,
     fmt: MessageFormat,
-    y: Tensor,
-    message: Tensor,
-    up_message: Tensor,
-    amax: Tensor,
-    *,
     tile: Tile | None = None,
 ) -> Callable[..., None]:
-    """Launch the kernel; arguments and results as for the operator, ``amax`` zero or ``[0]``.
+    """Launch a kernel on its pointers; the largest magnitudes are zeros, or ``[0]``.
 
-    ``tile`` overrides the choice from the tables; it changes the speed, not the bits. Returns what
-    does the same with other tensors alike.
+    ``name`` is a key of ``_KERNELS``, ``activation`` that of the function. ``tile`` overrides the
+    choice from the table; it changes the speed, not the bits. Returns a launch on other tensors
+    alike.
     """
-    if x.numel() == 0:
+    encodes, up = name == "quantize", tensors[1]
+    dense = [tensors[0 if encodes else 2]]  # the grid covers the first one
+    messages = [*(tensors[3:5] if encodes else tensors[:2])]
+    if encodes:
+        dense.append(dense[0] if up is None else up)
+    elif up is None:
+        messages[1] = messages[0]
+    rows, numel = dense[0].shape
+    if rows * numel == 0:
         return launch_nothing
-    flat = is_flat(fmt, x.shape[1])
-    other = x if up is None else up
-    rows, numel = _encoded_rows(x, flat, other)
-    tile = tile or _tile("quantize", fmt, fmt.block_multiple, x)
-    strides = [row_stride(rows_of, 0) for rows_of in (x, other, message, up_message)]
-    launch = Launch(
-        activation_quantize_kernel,
+    if tile is None:
+        kind = f"activation {name}" + (" hadamard" if fmt.hadamard_size else "")
+        group_size = fmt.block_multiple if encodes else 1
+        tile = choose_tile(kind, group_size, rows * numel, dense[0].device)
+    flat = is_flat(fmt, numel)
+    if flat and all(t.is_contiguous() for t in dense):  # all is one row, in memory and in messages
+        rows, numel = 1, rows * numel
+    strided = messages if name == "dequantize" else (*dense, *messages)
+    amax = name != "dequantize" and tensors[-1].numel() > 0
+    prepared = Launch(
+        _KERNELS[name],
         row_grid(rows, numel, tile),
-        (*strides, rows, tile.tiles, numel),
-        _constants(tile, numel, activation, fmt, flat, up is not None) | {"AMAX": amax.numel() > 0},
+        (
+            *(row_stride(t, 0) for t in strided),
+            *(rows, tile.tiles, numel, *(() if encodes else (INT_TO_FLOAT,))),
+        ),
+        {
+            "R": Recipe(activation, fmt, flat, up is not None, amax, tile.block, tile.run),
+            "WHOLE": numel % tile.block == 0,
+            "num_warps": tile.warps,
+            "enable_fp_fusion": False,
+        },
     )
-    launch(x, up, y, message, up_message, amax)
-    return launch
-
-
-def launch_dequantize(
-    message: Tensor,
-    up_message: Tensor | None,
-    activation: str,
-    fmt: MessageFormat,
-    y: Tensor,
-    *,
-    tile: Tile | None = None,
-) -> Callable[..., None]:
-    """Launch the kernel, which writes ``y``, ``[T, N]`` contiguous; otherwise as the operator.
-
-    Returns what does the same with other tensors alike.
-    """
-    if y.numel() == 0:
-        return launch_nothing
-    up = message if up_message is None else up_message
-    flat = is_flat(fmt, y.shape[1])
-    rows, numel = _encoded_rows(y, flat)
-    tile = tile or _tile("dequantize", fmt, 1, y)
-    launch = Launch(
-        activation_dequantize_kernel,
-        row_grid(rows, numel, tile),
-        (row_stride(message, 0), row_stride(up, 0), rows, tile.tiles, numel, INT_TO_FLOAT),
-        _constants(tile, numel, activation, fmt, flat, up_message is not None),
-    )
-    launch(message, up_message, y)
-    return launch
-
-
-def launch_backward(
-    message: Tensor,
-    up_message: Tensor | None,
-    dy: Tensor,
-    activation: str,
-    fmt: MessageFormat,
-    dx: Tensor,
-    dup: Tensor,
-    amax: Tensor,
-    *,
-    tile: Tile | None = None,
-) -> Callable[..., None]:
-    """Launch the kernel, which writes what the operator returns; arguments as for the operator.
-
-    ``amax`` is zero or ``[0]``. Returns what does the same with other tensors alike.
-    """
-    if dy.numel() == 0:
-        return launch_nothing
-    up = message if up_message is None else up_message
-    flat = is_flat(fmt, dy.shape[1])
-    rows, numel = _encoded_rows(dy, flat)
-    tile = tile or _tile("backward", fmt, 1, dy)
-    strides = [row_stride(rows_of, 0) for rows_of in (dy, message, up)]
-    launch = Launch(
-        activation_backward_kernel,
-        row_grid(rows, numel, tile),
-        (*strides, rows, tile.tiles, numel, INT_TO_FLOAT),
-        _constants(tile, numel, activation, fmt, flat, up_message is not None)
-        | {"AMAX": amax.numel() > 0},
-    )
-    launch(message, up_message, dy, dx, dup, amax)
-    return launch
+    prepared(*tensors)
+    return prepared

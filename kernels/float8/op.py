@@ -23,15 +23,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.activation.op import check_activation, check_messages, gated
+from lq_lightning.kernels.activation.op import check_activation, check_messages, check_values, gated
+from lq_lightning.kernels.activation.reference import value_and_derivative
 from lq_lightning.kernels.float8 import reference as cpu
-from lq_lightning.kernels.float8.reference import MAX_VALUES
 from lq_lightning.kernels.message import round_up
 from lq_lightning.kernels.message.matrix import check_matrix, parse_matrix_format
-from lq_lightning.kernels.message.operators import Launched, cached_operator, check_rows
+from lq_lightning.kernels.message.operators import Launched, cached_operator
 from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_rstd
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from lq_lightning.kernels.norm.reference import factor_of
 
 # Of a matrix on a GPU, so that offsets in a tile fit 32 bits, and tiles the grid.
 _MAX_SIDE = 1 << 22
@@ -46,23 +45,9 @@ def check_sides(rows: int, row_length: int) -> None:
         )
 
 
-def check_values(x: Tensor) -> None:
-    """Raise ``ValueError`` unless ``x`` is a matrix that can be cast."""
-    if x.dim() != 2 or x.dtype not in _FLOATS:
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}; it must be a matrix of float32, bfloat16 or "
-            "float16. Flatten all but its last dimension."
-        )
-    check_rows("x", x)
-
-
-def check_cast(x: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless ``x`` can be cast to ``dtype``: ``ValueError``, or as ``check_sides``."""
-    check_values(x)
-    if dtype not in MAX_VALUES:
-        raise ValueError(
-            f"dtype={dtype} is not supported; allowed: {', '.join(map(str, MAX_VALUES))}."
-        )
+def check_cast(x: Tensor) -> None:
+    """Raise unless ``x`` can be cast: ``ValueError``, or as ``check_sides``."""
+    check_values("x", x)
     if x.is_cuda:
         check_sides(x.shape[0], max(x.shape[1], x.stride(0) if x.shape[0] > 1 else 0))
 
@@ -76,33 +61,30 @@ def check_number(name: str, number: Tensor) -> None:
         )
 
 
-_E4M3 = torch.float8_e4m3fn
-
-
 def _empty_transposed(message: Tensor, rows: int, numel: int) -> Tensor:
     check_sides(rows, numel)
-    return message.new_empty(numel, round_up(rows, cpu.ROW_MULTIPLE), dtype=_E4M3)
+    return message.new_empty(numel, round_up(rows, cpu.ROW_MULTIPLE), dtype=cpu.E4M3)
 
 
 def _fake_float8_cast(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+    x: Tensor, amax: Tensor, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     R, N = x.shape
     q_shape = (R, round_up(N, cpu.ROW_MULTIPLE)) if rows else (0, 0)
     q_t_shape = (N, round_up(R, cpu.ROW_MULTIPLE)) if columns else (0, 0)
-    scale = x.new_empty(1, dtype=torch.float32)
-    return x.new_empty(q_shape, dtype=dtype), x.new_empty(q_t_shape, dtype=dtype), scale
+    q, q_t = (x.new_empty(shape, dtype=cpu.E4M3) for shape in (q_shape, q_t_shape))
+    return q, q_t, x.new_empty(1, dtype=torch.float32)
 
 
 @cached_operator(
-    "float8_cast(Tensor x, Tensor amax, ScalarType dtype, bool rows, bool columns)"
+    "float8_cast(Tensor x, Tensor amax, bool rows, bool columns)"
     " -> (Tensor q, Tensor q_t, Tensor scale)",
     _fake_float8_cast,
 )
 def float8_cast(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+    x: Tensor, amax: Tensor, rows: bool, columns: bool
 ) -> tuple[Tensor, ...] | Launched:
-    """Cast a matrix to FP8 with one scale, reading it once.
+    """Cast a matrix to E4M3 with one scale, reading it once.
 
     The scale is ``amax / 448``, at least ``2**-96``. If ``amax`` is infinite or NaN, so is the
     scale, and every product with it is NaN.
@@ -110,7 +92,6 @@ def float8_cast(
     Args:
         x: ``[R, N]`` fp32, bf16 or fp16, last dimension contiguous.
         amax: fp32 ``[1]``, the largest magnitude of ``x``. Values beyond it are clipped to it.
-        dtype: ``torch.float8_e4m3fn``.
         rows: whether to return ``q``.
         columns: whether to return ``q_t``.
 
@@ -118,48 +99,46 @@ def float8_cast(
         ``q`` ``[R, round16(N)]``; ``q_t`` ``[N, round16(R)]``, transposed; both contiguous, and
         ``[0, 0]`` where not asked for; fp32 ``[1]``, the factor of decoding.
     """
-    check_cast(x, dtype)
+    check_cast(x)
     check_number("amax", amax)
-    q, q_t, scale = _fake_float8_cast(x, amax, dtype, rows, columns)
+    q, q_t, scale = _fake_float8_cast(x, amax, rows, columns)
     if x.is_cuda:
         from lq_lightning.kernels.float8.triton_kernels import launch_cast
 
         return Launched((q, q_t, scale), launch_cast(x, amax, q, q_t, scale))
-    scale = cpu.scale_of(amax.view(1), dtype)
+    scale = cpu.scale_of(amax.view(1))
     if rows or columns:
-        cast = cpu.cast(x, scale, dtype)
+        cast = cpu.cast(x, scale)
         q = cpu.padded_rows(cast) if rows else q
         q_t = cpu.transposed(cast) if columns else q_t
     return q, q_t, scale
 
 
 def _fake_float8_quantize(
-    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+    x: Tensor, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     amax = x.new_empty(1, dtype=torch.float32)
-    return *_fake_float8_cast(x, amax, dtype, rows, columns), amax
+    return *_fake_float8_cast(x, amax, rows, columns), amax
 
 
 @cached_operator(
-    "float8_quantize(Tensor x, ScalarType dtype, bool rows, bool columns)"
+    "float8_quantize(Tensor x, bool rows, bool columns)"
     " -> (Tensor q, Tensor q_t, Tensor scale, Tensor amax)",
     _fake_float8_quantize,
 )
-def float8_quantize(
-    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[Tensor, ...] | Launched:
+def float8_quantize(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, ...] | Launched:
     """Find the largest magnitude of a matrix and cast it as ``float8_cast`` does.
 
     Returns its results, and fp32 ``[1]``, the largest magnitude: NaN if a value is, 0 without
     values.
     """
-    check_cast(x, dtype)
+    check_cast(x)
     if not x.is_cuda:
         amax = cpu.amax(x)
-        return *float8_cast(x, amax, dtype, rows, columns), amax
+        return *float8_cast(x, amax, rows, columns), amax
     from lq_lightning.kernels.float8.triton_kernels import launch_quantize
 
-    results = _fake_float8_quantize(x, dtype, rows, columns)
+    results = _fake_float8_quantize(x, rows, columns)
     results[3].zero_()
     return Launched(results, launch_quantize(x, *results), zeroed=3)
 
@@ -176,11 +155,13 @@ def dequantize_float8(
     check_matrix("message", message, rows, numel, fmt)
     check_number("scale", scale)
     if not message.is_cuda:
-        return cpu.dequantize(message, rows, numel, fmt, scale)
-    from lq_lightning.kernels.float8.triton_rebuild import launch_dequantize
+        values = cpu.decode(message, rows, numel, fmt, scale.reciprocal())
+        return cpu.transposed(cpu.round_to_float8(values))
+    from lq_lightning.kernels.float8.triton_kernels import launch_rebuild
 
-    out = _empty_transposed(message, rows, numel)
-    return Launched((out,), launch_dequantize(message, rows, fmt, scale, out))
+    out, nothing = _empty_transposed(message, rows, numel), (None,) * 4
+    launch = launch_rebuild(message, *nothing, scale, out, rows=rows, fmt=fmt)
+    return Launched((out,), lambda message, *rest: launch(message, *nothing, *rest))
 
 
 @cached_operator(
@@ -203,7 +184,7 @@ def norm_dequantize_float8(
     """Rebuild the output of a norm from its encoded input, as transposed E4M3.
 
     Arguments are those of ``norm_dequantize``. In fp32 up to E4M3: the kind "rms_cast" is rebuilt
-    as "rms".
+    as "rms". Weight and bias are multiplied by the inverse scale before they are applied.
     """
     fmt = parse_matrix_format(format)
     rows = rstd.shape[0]
@@ -214,12 +195,18 @@ def norm_dequantize_float8(
     check_parameter("bias", bias, numel)
     check_number("scale", scale)
     if not message.is_cuda:
-        return cpu.norm_dequantize(message, rstd, weight, bias, numel, kind, fmt, scale)
-    from lq_lightning.kernels.float8.triton_rebuild import launch_norm_dequantize
+        inverse = scale.reciprocal()
+        values = cpu.decode(message, rows, numel, fmt) * rstd
+        values = values * (inverse if weight is None else factor_of(weight, kind) * inverse)
+        if bias is not None:
+            values = values + bias.float() * inverse
+        return cpu.transposed(cpu.round_to_float8(values))
+    from lq_lightning.kernels.float8.triton_kernels import launch_rebuild
 
     out = _empty_transposed(message, rows, numel)
-    launch = launch_norm_dequantize(message, rstd, weight, bias, kind, fmt, scale, out)
-    return Launched((out,), launch)
+    tensors = (message, None, rstd, weight, bias, scale, out)
+    launch = launch_rebuild(*tensors, rows=rows, fmt=fmt, norm=kind)
+    return Launched((out,), lambda message, *rest: launch(message, None, *rest))
 
 
 @cached_operator(
@@ -246,9 +233,13 @@ def activation_dequantize_float8(
     check_number("scale", scale)
     up = gated(up_message)
     if not message.is_cuda:
-        return cpu.activation_dequantize(message, up, rows, numel, activation, fmt, scale)
-    from lq_lightning.kernels.float8.triton_rebuild import launch_activation_dequantize
+        inverse = scale.reciprocal()
+        y = value_and_derivative(cpu.decode(message, rows, numel, fmt), activation)[0]
+        y = y * (inverse if up is None else cpu.decode(up, rows, numel, fmt, inverse))
+        return cpu.transposed(cpu.round_to_float8(y))
+    from lq_lightning.kernels.float8.triton_kernels import launch_rebuild
 
-    out = _empty_transposed(message, rows, numel)
-    launch = launch_activation_dequantize(message, up, rows, activation, fmt, scale, out)
-    return Launched((out,), launch)
+    out, nothing = _empty_transposed(message, rows, numel), (None,) * 3
+    tensors = (message, up, *nothing, scale, out)
+    launch = launch_rebuild(*tensors, rows=rows, fmt=fmt, activation=activation)
+    return Launched((out,), lambda message, up, *rest: launch(message, up, *nothing, *rest))

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
-from lq_lightning.kernels.activation.reference import value_and_derivative
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message.matrix import matrix_shape
-from lq_lightning.kernels.norm.reference import factor_of
 
-MAX_VALUES = {torch.float8_e4m3fn: 448.0}
+E4M3 = torch.float8_e4m3fn
+MAX_VALUE = 448.0
 # Below, scales end. Its inverse times any weight and any inverse standard deviation is finite, so
 # that zeros stay zeros. Tensors whose largest magnitude is below 5e-27 lose bits by it.
 MIN_SCALE = 2.0**-96
@@ -34,16 +33,15 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax().float().view(1)
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor of decoding: ``amax`` over the largest value of ``dtype``, at least MIN_SCALE."""
-    return (amax / MAX_VALUES[dtype]).clamp_min(MIN_SCALE)
+def scale_of(amax: Tensor) -> Tensor:
+    """The factor of decoding: ``amax`` over the largest value of E4M3, at least MIN_SCALE."""
+    return (amax / MAX_VALUE).clamp_min(MIN_SCALE)
 
 
-def round_to_float8(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 values, already divided by the scale, to ``dtype``; infinity is clipped too."""
-    largest = MAX_VALUES[dtype]
-    rounded = scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    return rounded.masked_fill(scaled.isnan(), NAN_BYTE).view(dtype)
+def round_to_float8(scaled: Tensor) -> Tensor:
+    """Round fp32 values, already divided by the scale, to E4M3; infinity is clipped too."""
+    rounded = scaled.clamp(-MAX_VALUE, MAX_VALUE).to(E4M3).view(torch.uint8)
+    return rounded.masked_fill(scaled.isnan(), NAN_BYTE).view(E4M3)
 
 
 def padded_rows(matrix: Tensor) -> Tensor:
@@ -57,10 +55,10 @@ def transposed(matrix: Tensor) -> Tensor:
     return padded_rows(matrix.view(torch.uint8).t().contiguous().view(matrix.dtype))
 
 
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast ``[R, N]`` fp32, bf16 or fp16 to ``dtype``, without padding."""
+def cast(x: Tensor, scale: Tensor) -> Tensor:
+    """Cast ``[R, N]`` fp32, bf16 or fp16 to E4M3, without padding."""
     scaled = x.float() * scale.reciprocal()
-    return round_to_float8(scaled.masked_fill(scaled.isinf(), float("nan")), dtype)
+    return round_to_float8(scaled.masked_fill(scaled.isinf(), float("nan")))
 
 
 def transforms_levels(fmt: MessageFormat) -> bool:
@@ -104,51 +102,3 @@ def decode(
     if size and not transforms_levels(fmt):
         values = blocks.hadamard_(values.contiguous(), size)
     return values.view(count, -1)[:, :length].reshape(rows, numel)
-
-
-def dequantize(message: Tensor, rows: int, numel: int, fmt: MessageFormat, scale: Tensor) -> Tensor:
-    """Decode a matrix and cast it to E4M3 with a given scale: ``[N, round16(T)]``, transposed."""
-    values = decode(message, rows, numel, fmt, scale.reciprocal())
-    return transposed(round_to_float8(values, torch.float8_e4m3fn))
-
-
-def norm_dequantize(
-    message: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    numel: int,
-    kind: str,
-    fmt: MessageFormat,
-    scale: Tensor,
-) -> Tensor:
-    """Rebuild a norm's output from its input's message, as E4M3 ``[N, round16(T)]``.
-
-    Weight and bias are multiplied by the inverse scale before they are applied, and nothing is
-    rounded to a 16-bit dtype on the way, not even in the kind ``"rms_cast"``.
-    """
-    inverse = scale.reciprocal()
-    values = decode(message, rstd.shape[0], numel, fmt) * rstd
-    values = values * (inverse if weight is None else factor_of(weight, kind) * inverse)
-    if bias is not None:
-        values = values + bias.float() * inverse
-    return transposed(round_to_float8(values, torch.float8_e4m3fn))
-
-
-def activation_dequantize(
-    message: Tensor,
-    up_message: Tensor | None,
-    rows: int,
-    numel: int,
-    activation: str,
-    fmt: MessageFormat,
-    scale: Tensor,
-) -> Tensor:
-    """Rebuild an activation function's output as E4M3 ``[N, round16(T)]``.
-
-    Nothing is rounded to a 16-bit dtype on the way. ``up_message`` is None if there is no gate.
-    """
-    inverse = scale.reciprocal()
-    y = value_and_derivative(decode(message, rows, numel, fmt), activation)[0]
-    y = y * (inverse if up_message is None else decode(up_message, rows, numel, fmt, inverse))
-    return transposed(round_to_float8(y, torch.float8_e4m3fn))

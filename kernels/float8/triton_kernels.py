@@ -1,4 +1,4 @@
-"""Triton kernels of ``float8_cast`` and ``float8_quantize``."""
+"""Triton kernels of the casts, and of the rebuilds from codes to the transposed E4M3 operand."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lq_lightning.kernels.activation.triton_arithmetic import activate
 from lq_lightning.kernels.float8.reference import (
-    MAX_VALUES,
+    MAX_VALUE,
     MIN_SCALE,
     ROW_MULTIPLE,
     transforms_levels,
 )
-from lq_lightning.kernels.float8.triton_tiles import load_runs
+from lq_lightning.kernels.float8.triton_tiles import ROW_STEP, Recipe, decode_tile, load_runs
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import MAX_GRID_Y, row_stride
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT, MAX_GRID_Y, row_stride
 from lq_lightning.kernels.message.launch_cache import Launch, launch_nothing
+from lq_lightning.kernels.message.matrix import is_flat
 from lq_lightning.kernels.message.triton_blocks import HAS_PTX, program_row, select_bytes
+from lq_lightning.kernels.norm.triton_kernels import factor_of
 
 
 class CastTile(NamedTuple):
@@ -177,7 +180,7 @@ def store_transposed(
         tl.store(target + offsets, tl.trans(words), inside)
 
 
-_MIN_SCALE = tl.constexpr(MIN_SCALE)
+_MAX_VALUE, _MIN_SCALE = tl.constexpr(MAX_VALUE), tl.constexpr(MIN_SCALE)
 # Elements of a row that a program of `amax_kernel` reads at once, and how often.
 _AMAX_BLOCK, _AMAX_TILES = 4096, 4
 
@@ -209,7 +212,7 @@ def amax_kernel(x_ptr, out_ptr, stride, rows, numel, BLOCK: tl.constexpr, TILES:
 def launch_amax(x: Tensor, out: Tensor) -> Callable[..., None]:
     """Raise fp32 ``[1]`` ``out``, which holds 0, to the largest magnitude of ``[R, N]`` ``x``.
 
-    Returns what does the same with other tensors alike.
+    Returns a launch on other tensors alike, as all launchers here.
     """
     if x.numel() == 0:
         return launch_nothing
@@ -240,7 +243,6 @@ def cast_kernel(
     numel,
     q_stride,
     q_t_stride,
-    LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -254,7 +256,7 @@ def cast_kernel(
     words are what moves between threads.
     """
     QUARTER: tl.constexpr = BLOCK_R // 4
-    scale = tl.div_rn(tl.load(amax_ptr), LARGEST)
+    scale = tl.div_rn(tl.load(amax_ptr), _MAX_VALUE)
     scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)  # NaN stays
     inverse = inverse_of(scale)
     column, row = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_R
@@ -311,10 +313,7 @@ def launch_cast(
     *,
     tile: CastTile | None = None,
 ) -> Callable[..., None]:
-    """Launch the kernel with the operator's arguments and results; ``tile`` overrides the table.
-
-    Returns what does the same with other tensors alike.
-    """
+    """Launch the kernel with the operator's arguments and results; ``tile`` overrides the table."""
     tile = tile or CAST_TILE
     rows, numel = x.shape
     grid = (1, 1)  # for the scale alone
@@ -326,7 +325,6 @@ def launch_cast(
         grid,
         (strides[0], rows, numel, *strides[1:]),
         {
-            "LARGEST": MAX_VALUES[q.dtype],
             "ROWS": q.numel() > 0,
             "COLUMNS": q_t.numel() > 0,
             "EVEN": x.numel() > 0 and rows % tile.rows == 0 and numel % tile.columns == 0,
@@ -344,11 +342,152 @@ def launch_quantize(
     x: Tensor, q: Tensor, q_t: Tensor, scale: Tensor, amax: Tensor
 ) -> Callable[..., None]:
     """Launch both kernels; arguments as of ``launch_cast``, ``amax`` zero before."""
-    find = launch_amax(x, amax)
-    cast = launch_cast(x, amax, q, q_t, scale)
+    find, cast = launch_amax(x, amax), launch_cast(x, amax, q, q_t, scale)
 
     def launch(x: Tensor, q: Tensor, q_t: Tensor, scale: Tensor, amax: Tensor) -> None:
         find(x, amax)
         cast(x, amax, q, q_t, scale)
 
+    return launch
+
+
+@triton.jit
+def _norm_values(centred, pointers, inverse, row, column, rows, numel, R: tl.constexpr):
+    """``reference.norm_dequantize`` of a decoded tile, divided by the scale."""
+    rstd_ptr, weight_ptr, bias_ptr = pointers
+    at = row + tl.arange(0, centred.shape[0]) * ROW_STEP
+    if not R.even:
+        at = tl.minimum(at, tl.cast(rows, tl.int64) - 1)
+    y = centred * tl.load(rstd_ptr + at)[:, None]
+    along = column + tl.arange(0, centred.shape[1])
+    inside = along < numel
+    if R.weight:
+        weight = tl.load(weight_ptr + along, inside, 0.0)
+        y = y * (factor_of(weight, R.norm) * inverse)[None, :]
+    else:
+        y = y * inverse
+    if R.bias:
+        bias = tl.load(bias_ptr + along, inside, 0.0)
+        y = y + (bias.to(tl.float32) * inverse)[None, :]
+    return y
+
+
+@triton.jit(do_not_specialize=["int_to_float"])
+def rebuild_kernel(
+    message_ptr,
+    up_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    out_ptr,
+    word_pitch,
+    scale_pitch,
+    rows,
+    numel,
+    out_stride,
+    int_to_float,
+    R: tl.constexpr,
+):
+    """Decode a tile, apply a norm or an activation, round, and transpose.
+
+    Rows 0, 4, 8, ..., then 1, 5, 9, ... and so on, so that each thread has blocks of four by four
+    codes: words of four columns become words of four rows in registers, and words are what moves
+    between threads.
+    """
+    P: tl.constexpr = R.rows // ROW_STEP
+    SIZE: tl.constexpr = P * R.columns
+    inverse = inverse_of(tl.load(scale_ptr))
+    column = tl.program_id(0).to(tl.int64) * R.columns
+    first_row = tl.program_id(1).to(tl.int64) * (P * ROW_STEP)
+    pitches = (word_pitch * R.unit, scale_pitch)
+    for part in tl.static_range(4):
+        row = first_row + part
+        y = decode_tile(
+            *(message_ptr, pitches, row, column, rows, numel),
+            *(inverse if R.norm == "" and R.activation == "" else 1.0, int_to_float, R),
+        )
+        if R.norm != "":
+            pointers = (rstd_ptr, weight_ptr, bias_ptr)
+            y = _norm_values(y, pointers, inverse, row, column, rows, numel, R)
+        elif R.activation != "":
+            y = activate(y, R.activation)
+            if R.up:
+                y = y * decode_tile(
+                    up_ptr, pitches, row, column, rows, numel, inverse, int_to_float, R
+                )
+            else:
+                y = y * inverse
+        if not R.even:
+            exists = row + tl.arange(0, P)[:, None] * ROW_STEP < rows
+            y = tl.where(exists, y, 0.0)
+        codes = float8_word(*split_four(y, SIZE))
+        if part == 0:
+            first = codes
+        elif part == 1:
+            second = codes
+        elif part == 2:
+            third = codes
+        else:
+            words = transpose_bytes(first, second, third, codes)
+    words = tl.reshape(join_four(*words, SIZE), (P, R.columns))
+    store_transposed(
+        *(words, out_ptr, out_stride, column, first_row),
+        *(out_stride * 16 - first_row, numel - column, R.even),
+    )
+
+
+def launch_rebuild(
+    message: Tensor,
+    up: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    out: Tensor,
+    *,
+    rows: int,
+    fmt: MessageFormat,
+    norm: str = "",
+    activation: str = "",
+    tile: RebuildTile | None = None,
+) -> Callable[..., None]:
+    """Launch the kernel with the arguments of an operator; ``out`` ``[N, round16(T)]`` its result.
+
+    ``rows`` are T; ``norm`` is a kind of norm, ``activation`` a function. ``tile`` overrides the
+    choice from the table; it changes the speed, not the bits.
+    """
+    numel = out.shape[0]
+    if out.numel() == 0:
+        return launch_nothing
+    if tile is None:
+        source = "norm" if norm else "activation" if activation else "codes"
+        tile = REBUILD_TILES[rebuild_kind(source, fmt)]
+    flat = is_flat(fmt, numel)
+    word_nbytes = 4 if fmt.planes[0] == 8 else fmt.planes[0]
+    codes_per_word = word_nbytes * 8 // fmt.planes[0]
+    if flat:
+        word_pitch, scale_pitch = numel // codes_per_word, numel // fmt.group_size
+    else:
+        word_pitch, scale_pitch = (message.shape[1] // n for n in (word_nbytes, fmt.scale_nbytes))
+    unit = 4 if word_pitch % 4 == 0 else 1
+    even = rows % tile.rows == 0 and numel % tile.columns == 0
+    used = (up is not None, weight is not None, bias is not None)
+    prepared = Launch(
+        rebuild_kernel,
+        (triton.cdiv(numel, tile.columns), triton.cdiv(rows, tile.rows)),
+        (word_pitch // unit, scale_pitch, rows, numel, out.shape[1] // ROW_MULTIPLE, INT_TO_FLOAT),
+        {
+            "R": Recipe(
+                fmt, flat, norm, activation, *used, even, unit, tile.rows, tile.columns, tile.run
+            ),
+            "num_warps": tile.warps,
+            "enable_fp_fusion": False,
+        },
+    )
+
+    def launch(message: Tensor, up: Tensor | None, *others: Tensor | None) -> None:
+        prepared(message.contiguous(), None if up is None else up.contiguous(), *others)
+
+    launch(message, up, rstd, weight, bias, scale, out)
     return launch

@@ -7,9 +7,12 @@ thread, as far as they can.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.triton_blocks import (
     HAS_PTX,
     and_or,
@@ -28,6 +31,11 @@ def _half(x, HIGH: tl.constexpr):
     """fp32 of one of the two fp16 in int32."""
     bits = (x >> 16) if HIGH else x
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _both_halves(x):
+    return tl.join(_half(x, False), _half(x, True))
 
 
 @triton.jit
@@ -116,12 +124,8 @@ def transformed_levels(words, NUM: tl.constexpr, FORMAT: tl.constexpr):
     b = _across_words(_butterfly_of_halves(b), NUM, WORDS)
     c = _across_words(_butterfly_of_halves(c), NUM, WORDS)
     d = _across_words(_butterfly_of_halves(d), NUM, WORDS)
-    even = tl.join(
-        tl.join(_half(a, False), _half(a, True)), tl.join(_half(c, False), _half(c, True))
-    )
-    odd = tl.join(
-        tl.join(_half(b, False), _half(b, True)), tl.join(_half(d, False), _half(d, True))
-    )
+    even = tl.join(_both_halves(a), _both_halves(c))
+    odd = tl.join(_both_halves(b), _both_halves(d))
     return tl.reshape(tl.join(even, odd), (8 * NUM,))
 
 
@@ -172,19 +176,41 @@ def load_runs(
     return values
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Constants of the rebuild kernel.
+
+    Attributes:
+        flat: ``matrix.is_flat``.
+        norm: a kind of norm, or "".
+        activation: an activation function, or "".
+        up: whether it has a second factor.
+        weight: whether the norm has a weight.
+        bias: whether the norm has a bias.
+        even: whether all rows and columns of all tiles exist.
+        unit: a factor of the distance of rows in words, so that the compiler knows of it.
+        rows: of which a tile has every fourth one.
+        columns: columns of a tile.
+        run: consecutive values of a row that one thread owns.
+    """
+
+    format: MessageFormat
+    flat: bool
+    norm: str
+    activation: str
+    up: bool
+    weight: bool
+    bias: bool
+    even: bool
+    unit: int
+    rows: int
+    columns: int
+    run: int
+
+
 @triton.jit
 def _load_plane(
-    plane_ptr,
-    pitch,
-    row,
-    column,
-    rows_left,
-    columns_left,
-    WIDTH: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    RUN: tl.constexpr,
-    EVEN: tl.constexpr,
+    plane_ptr, pitch, row, column, rows_left, columns_left, WIDTH: tl.constexpr, R: tl.constexpr
 ):
     """Words of a plane of ``WIDTH`` bits per code, as ``triton_codes.load_words`` has them."""
     PER_WORD: tl.constexpr = 4 if WIDTH == 8 else 8
@@ -193,94 +219,69 @@ def _load_plane(
     source += row * pitch + column // PER_WORD
     return load_runs(
         *(source, pitch * ROW_STEP, rows_left, columns_left // PER_WORD),
-        *(P, BLOCK_N // PER_WORD, 128 // BITS, RUN // PER_WORD, EVEN),
+        *(R.rows // ROW_STEP, R.columns // PER_WORD, 128 // BITS, R.run // PER_WORD, R.even),
     )
 
 
 @triton.jit
 def _load_scales(
-    section_ptr,
-    pitch,
-    row,
-    column,
-    rows_left,
-    columns_left,
-    P: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FORMAT: tl.constexpr,
-    EVEN: tl.constexpr,
+    section_ptr, pitch, row, column, rows_left, columns_left, GROUP: tl.constexpr, R: tl.constexpr
 ):
-    """Scales or minima of a tile as fp32, ``[P * BLOCK_N // GROUP]``."""
-    PER_ROW: tl.constexpr = BLOCK_N // GROUP
-    index = tl.arange(0, P * PER_ROW)
+    """Scales or minima of a tile as fp32, one for ``GROUP`` columns of a row."""
+    FORMAT: tl.constexpr = R.format
+    PER_ROW: tl.constexpr = R.columns // GROUP
+    index = tl.arange(0, R.rows // ROW_STEP * PER_ROW)
     down, along = index // PER_ROW, index % PER_ROW
     inside = (down < rows_left) & (along * GROUP < columns_left)
     offsets = down * (pitch * ROW_STEP) + along
     first = row * pitch + column // FORMAT.group_size
     DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
     source = section_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + first
-    bits = tl.load(source + offsets) if EVEN else tl.load(source + offsets, inside, 0)
+    bits = tl.load(source + offsets) if R.even else tl.load(source + offsets, inside, 0)
     return scales_of_bits(bits, FORMAT)
 
 
 @triton.jit
 def decode_tile(
-    message_ptr,
-    word_pitch,
-    scale_pitch,
-    row,
-    column,
-    rows,
-    numel,
-    factor,
-    int_to_float,
-    P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    RUN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FLAT: tl.constexpr,
-    EVEN: tl.constexpr,
+    message_ptr, pitches, row, column, rows, numel, factor, int_to_float, R: tl.constexpr
 ):
     """Decode rows ``row``, ``row + 4``, ... of columns from ``column`` on; ``reference.decode``.
 
-    ``row`` and ``column``, a multiple of ``BLOCK_N``, are int64. ``word_pitch`` and ``scale_pitch``
-    are the words of the first plane, and the scales, from one row of the matrix to the next.
-    ``factor`` multiplies all values; ``int_to_float`` is ``launch.INT_TO_FLOAT``. ``FLAT`` is
-    ``matrix.is_flat``; ``EVEN`` says that all rows and columns of the tile exist.
+    ``row`` and ``column``, a multiple of the tile's, are int64. ``pitches`` are the words of the
+    first plane, and the scales, from one row of the matrix to the next. ``factor`` multiplies all
+    values; ``int_to_float`` is ``launch.INT_TO_FLOAT``.
 
-    Returns fp32 ``[P, BLOCK_N]``; values beyond the matrix are undefined.
+    Returns fp32 ``[R.rows / 4, R.columns]``; values beyond the matrix are undefined.
     """
+    FORMAT: tl.constexpr = R.format
     PLANES: tl.constexpr = FORMAT.planes
-    BLOCK: tl.constexpr = P * BLOCK_N
+    BLOCK: tl.constexpr = R.rows // ROW_STEP * R.columns
+    word_pitch, scale_pitch = pitches
     length = tl.cast(numel, tl.int64)
-    if FLAT:
+    if R.flat:
         length = length * rows
     sections = row_sections(length, FORMAT)
     # Rows end with the codes of padding where each is a message.
-    end = tl.cast(numel, tl.int64) if FLAT else sections[0]
+    end = tl.cast(numel, tl.int64) if R.flat else sections[0]
     rows_left = (rows - row + (ROW_STEP - 1)) // ROW_STEP
     columns_left = end - column
-    words = _load_plane(
-        *(message_ptr, word_pitch, row, column, rows_left, columns_left),
-        *(PLANES[0], P, BLOCK_N, RUN, EVEN),
-    )
+    words = _load_plane(message_ptr, word_pitch, row, column, rows_left, columns_left, PLANES[0], R)
     second = words
     third = words
     if len(PLANES) > 1:
         # Words are as many in every plane; a row of a matrix in bytes has more of smaller ones.
-        SMALLER: tl.constexpr = 1 if FLAT else PLANES[0] // PLANES[1]
+        SMALLER: tl.constexpr = 1 if R.flat else PLANES[0] // PLANES[1]
         second = _load_plane(
             *(message_ptr + sections[2], word_pitch * SMALLER),
-            *(row, column, rows_left, columns_left, PLANES[1], P, BLOCK_N, RUN, EVEN),
+            *(row, column, rows_left, columns_left, PLANES[1], R),
         )
     if len(PLANES) > 2:
-        LAST: tl.constexpr = 1 if FLAT else PLANES[0] // PLANES[2]
+        LAST: tl.constexpr = 1 if R.flat else PLANES[0] // PLANES[2]
         third = _load_plane(
             *(message_ptr + sections[3], word_pitch * LAST),
-            *(row, column, rows_left, columns_left, PLANES[2], P, BLOCK_N, RUN, EVEN),
+            *(row, column, rows_left, columns_left, PLANES[2], R),
         )
-    GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size < BLOCK_N else BLOCK_N
+    GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size < R.columns else R.columns
     # `reference.transforms_levels`
     EXACT: tl.constexpr = FORMAT.hadamard_size > 0 and FORMAT.bits == 4 and FORMAT.kind == "integer"
     if EXACT:
@@ -289,8 +290,7 @@ def decode_tile(
         values = levels_of_words(words, second, third, int_to_float, BLOCK, FORMAT)
     values = tl.reshape(values, (BLOCK // GROUP, GROUP))
     scale = _load_scales(
-        *(message_ptr + sections[4], scale_pitch, row, column, rows_left, columns_left),
-        *(P, GROUP, BLOCK_N, FORMAT, EVEN),
+        message_ptr + sections[4], scale_pitch, row, column, rows_left, columns_left, GROUP, R
     )
     factor = factor * FORMAT.inverse_norm
     scale = tl.broadcast_to((scale * factor)[:, None], values.shape)
@@ -298,8 +298,7 @@ def decode_tile(
         values = values * scale
     else:
         minimum = _load_scales(
-            *(message_ptr + sections[5], scale_pitch, row, column, rows_left, columns_left),
-            *(P, GROUP, BLOCK_N, FORMAT, EVEN),
+            message_ptr + sections[5], scale_pitch, row, column, rows_left, columns_left, GROUP, R
         )
         minimum = (minimum * factor)[:, None]
         if EXACT:  # the transform of a constant
@@ -309,5 +308,5 @@ def decode_tile(
         else:
             values = tl.fma(values, scale, tl.broadcast_to(minimum, values.shape))
     if not EXACT:
-        values = hadamard(tl.reshape(values, (BLOCK,)), BLOCK, FORMAT.hadamard_size, RUN)
-    return tl.reshape(values, (P, BLOCK_N))
+        values = hadamard(tl.reshape(values, (BLOCK,)), BLOCK, FORMAT.hadamard_size, R.run)
+    return tl.reshape(values, (R.rows // ROW_STEP, R.columns))

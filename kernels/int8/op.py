@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.float8.op import check_sides, check_values
+from lq_lightning.kernels.float8.op import check_cast
 from lq_lightning.kernels.float8.reference import amax as largest_magnitude
 from lq_lightning.kernels.int8 import reference as cpu
 from lq_lightning.kernels.int8.reference import MAX_HADAMARD_SIZE, ROW_MULTIPLE, second_rows
@@ -30,7 +30,7 @@ _MAX_NUMEL = (2**31 - 1) // 127**2
 
 def check_quantize(x: Tensor, hadamard_size: int, length: int) -> None:
     """Raise unless ``x`` can be quantized: ``ValueError``, or ``NotImplementedError``."""
-    check_values(x)
+    check_cast(x)
     allowed = [2**power for power in range(MAX_HADAMARD_SIZE.bit_length())]
     if hadamard_size not in allowed or x.shape[1] % hadamard_size:
         raise ValueError(
@@ -43,8 +43,6 @@ def check_quantize(x: Tensor, hadamard_size: int, length: int) -> None:
             f"rows of {x.shape[1]} values are too long for the int32 sums of INT8 products; they "
             f"may have {_MAX_NUMEL}. Choose native matrix products."
         )
-    if x.is_cuda:
-        check_sides(x.shape[0], max(x.shape[1], x.stride(0) if x.shape[0] > 1 else 0))
 
 
 def check_length(rows: int, length: int) -> None:
@@ -138,10 +136,10 @@ def int8_quantize(
     if not x.is_cuda:
         largest = largest_magnitude(x) if amax else x.new_empty(0, dtype=torch.float32)
         return *cpu.quantize(x, hadamard_size, length), largest
-    from lq_lightning.kernels.int8.triton_quantize import launch_quantize
+    from lq_lightning.kernels.int8.triton_kernels import launch_quantize
 
     results = _fake_int8_quantize(x, hadamard_size, amax, length)
-    return Launched(results, launch_quantize(x, hadamard_size, length, *results))
+    return Launched(results, launch_quantize((x, *results), hadamard_size, length))
 
 
 @cached_operator(
@@ -162,30 +160,19 @@ def int8_matmul(
 ) -> Tensor | Launched:
     """Multiply quantized matrices: ``x @ y.t()``, of which ``q`` and ``w`` were made.
 
-    Sums are exact, and rounded to ``dtype`` once; those of rows with second terms twice.
-
-    Args:
-        q: ``[R, K16]`` of ``int8_quantize``.
-        scale: scales of ``q``.
-        w: ``[N, K16]``, with the same transform.
-        w_scale: scales of ``w``.
-        second: second terms of ``q``.
-        length: length that ``q`` was made with.
-        dtype: fp32, bf16 or fp16, of the result.
+    Sums are exact, and rounded to ``dtype`` once; those of rows with second terms twice. ``q`` is
+    ``[R, K16]`` of ``int8_quantize`` with its second terms and length, ``w`` ``[N, K16]`` with the
+    same transform.
 
     Returns:
-        ``[R, N]``, contiguous; NaN where a scale is.
-
-    Raises:
-        ValueError: tensors that do not fit each other, or another dtype.
-        NotImplementedError: more than ``2**22`` rows on a GPU.
+        ``[R, N]`` fp32, bf16 or fp16, contiguous; NaN where a scale is.
     """
     check_product(q, scale, w, w_scale, second, length, dtype)
     if q.is_cuda:
-        from lq_lightning.kernels.int8.triton_products import launch_products
+        from lq_lightning.kernels.int8.triton_kernels import launch_products
 
         out = q.new_empty(q.shape[0], w.shape[0], dtype=dtype)
-        return Launched((out,), launch_products(q, scale, w, w_scale, second, length, out))
+        return Launched((out,), launch_products((q, scale, w, w_scale, second, out), length))
     y = cpu.products(q, w, scale, w_scale).to(dtype)
     rows = cpu.rows_with_second(q.shape[0], length)
     exist = rows < q.shape[0]

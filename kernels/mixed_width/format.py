@@ -72,12 +72,8 @@ class MixedLayout:
     Attributes:
         padded_tokens: tokens of a line that have a code.
         plane_lines: lines that have each plane of ``PLANES``.
-        plane_offsets: start of each plane of ``PLANES``.
-        scale_offset: start of the scales.
-        minimum_offset: start of the minima.
         coded_lines: lines with a scale and a minimum.
         ends: end of each section, in order; zeros follow up to the start of the next.
-        nbytes: size of the message, a multiple of 16.
     """
 
     padded_tokens: int
@@ -91,12 +87,7 @@ class MixedLayout:
 
 
 def mixed_layout(counts: Sequence[int], tokens: int) -> MixedLayout:
-    """Return the layout of a message.
-
-    Args:
-        counts: lines of each width from 1 to ``MAX_WIDTH``.
-        tokens: T, which may be symbolic in a trace.
-    """
+    """Return the layout for numbers of lines by width; ``tokens`` may be symbolic in a trace."""
     key = tuple(counts)
     return _cached_layout(key, tokens) if type(tokens) is int else _layout(key, tokens)
 

@@ -51,6 +51,30 @@ def _check_counts(rows: Tensor, counts: Sequence[int]) -> None:
         )
 
 
+def _empty_message(x: Tensor, counts: Sequence[int]) -> Tensor:
+    nbytes = mixed_layout(counts, x.shape[0]).nbytes
+    return torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+
+
+def _empty_values(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _encode(
+    x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool, rounded: Tensor | None
+) -> Tensor:
+    _check_values(x, rows)
+    _check_counts(rows, counts)
+    out = _empty_message(x, counts)
+    if x.is_cuda:
+        from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_quantize
+
+        launch_mixed_quantize(x, rows, counts, fitted, out, rounded)
+    else:
+        cpu.quantize(x, rows, counts, fitted, out, rounded)
+    return out
+
+
 def _quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False) -> Tensor:
     """Encode values. CPU and CUDA write the same bits.
 
@@ -67,32 +91,15 @@ def _quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = Fal
     Raises:
         ValueError: a shape, dtype or device other than above.
     """
-    _check_values(x, rows)
-    _check_counts(rows, counts)
-    out = _fake_quantize(x, rows, counts, fitted)
-    if x.is_cuda:
-        from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_quantize
-
-        launch_mixed_quantize(x, rows, counts, fitted, out)
-    else:
-        cpu.quantize(x, rows, counts, fitted, out)
-    return out
+    return _encode(x, rows, counts, fitted, None)
 
 
 def _quantize_and_round(
     x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return what ``mixed_quantize`` and ``mixed_round_trip`` do; lines are scaled once."""
-    _check_values(x, rows)
-    _check_counts(rows, counts)
-    out, rounded = _fake_quantize_and_round(x, rows, counts, fitted)
-    if x.is_cuda:
-        from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_quantize
-
-        launch_mixed_quantize(x, rows, counts, fitted, out, rounded)
-    else:
-        cpu.quantize(x, rows, counts, fitted, out, rounded)
-    return out, rounded
+    rounded = _empty_values(x)
+    return _encode(x, rows, counts, fitted, rounded), rounded
 
 
 def _dequantize(
@@ -103,7 +110,7 @@ def _dequantize(
     _check_rows(rows, tokens, message.device)
     _check_counts(rows, counts)
     check_message("message", message, mixed_layout(counts, tokens).nbytes)
-    out = _fake_dequantize(message, rows, counts, tokens, dtype)
+    out = message.new_empty(tokens, rows.shape[1], dtype=dtype)
     if message.is_cuda:
         from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_dequantize
 
@@ -116,7 +123,7 @@ def _dequantize(
 def _round_trip(x: Tensor, rows: Tensor, fitted: bool = False) -> Tensor:
     """Return what decoding the message of ``x`` gives, to the bit, without packing."""
     _check_values(x, rows)
-    out = _fake_round_trip(x, rows, fitted)
+    out = _empty_values(x)
     if x.is_cuda:
         from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_round_trip
 
@@ -126,46 +133,27 @@ def _round_trip(x: Tensor, rows: Tensor, fitted: bool = False) -> Tensor:
     return out
 
 
-def _fake_quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False) -> Tensor:
-    nbytes = mixed_layout(counts, x.shape[0]).nbytes
-    return torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-
-
-def _fake_round_trip(x: Tensor, rows: Tensor, fitted: bool = False) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _fake_quantize_and_round(
-    x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _fake_quantize(x, rows, counts, fitted), _fake_round_trip(x, rows, fitted)
-
-
-def _fake_dequantize(
-    message: Tensor, rows: Tensor, counts: Sequence[int], tokens: int, dtype: torch.dtype
-) -> Tensor:
-    return torch.empty(tokens, rows.shape[1], dtype=dtype, device=message.device)
-
-
 mixed_quantize = define_operator(
     "mixed_quantize(Tensor x, Tensor rows, int[] counts, bool fitted=False) -> Tensor",
     _quantize,
-    _fake_quantize,
+    lambda x, rows, counts, fitted=False: _empty_message(x, counts),
 )
 mixed_quantize_and_round = define_operator(
     "mixed_quantize_and_round(Tensor x, Tensor rows, int[] counts, bool fitted=False)"
     " -> (Tensor, Tensor)",
     _quantize_and_round,
-    _fake_quantize_and_round,
+    lambda x, rows, counts, fitted=False: (_empty_message(x, counts), _empty_values(x)),
 )
 mixed_dequantize = define_operator(
     "mixed_dequantize(Tensor message, Tensor rows, int[] counts, SymInt tokens, ScalarType dtype)"
     " -> Tensor",
     _dequantize,
-    _fake_dequantize,
+    lambda message, rows, counts, tokens, dtype: message.new_empty(
+        tokens, rows.shape[1], dtype=dtype
+    ),
 )
 mixed_round_trip = define_operator(
     "mixed_round_trip(Tensor x, Tensor rows, bool fitted=False) -> Tensor",
     _round_trip,
-    _fake_round_trip,
+    lambda x, rows, fitted=False: _empty_values(x),
 )

@@ -140,10 +140,7 @@ class LineScaling(NamedTuple):
 def scaling_of_lines(x: Tensor, rows: Tensor, fitted: bool) -> LineScaling:
     """Return how ``[T, N]`` values are scaled; bf16 lines as if they had 8 bits.
 
-    Args:
-        x: the values.
-        rows: ``[8, N]`` of ``format.width_rows``.
-        fitted: whether the range of a line is that of ``fitted_range``, and not that of its values.
+    If ``fitted``, the range of a line is that of ``fitted_range``, and not that of its values.
     """
     bits = rows[WIDTH_ROW].clamp(max=MAX_CODE_WIDTH)
     max_level = ((1 << bits) - 1).to(torch.float32)

@@ -42,12 +42,8 @@ from lq_lightning.kernels.mixed_width.triton_rounding import (
     value_of_code,
 )
 
-# Rows of `format.width_rows`.
-_BF16_ROW = tl.constexpr(3)
-_BYTE_ROW = tl.constexpr(4)
-_FOUR_ROW = tl.constexpr(5)
-_TWO_ROW = tl.constexpr(6)
-_ONE_ROW = tl.constexpr(7)
+# Rows of `format.width_rows` for the planes.
+_BF16_ROW, _BYTE_ROW, _FOUR_ROW, _TWO_ROW, _ONE_ROW = map(tl.constexpr, range(3, 8))
 
 
 @triton.jit
@@ -64,23 +60,16 @@ def _load_token(x_ptr, word, INDEX: tl.constexpr, tokens, inside, stride_token):
 
 
 @triton.jit
-def _load_pair(
-    x_ptr,
-    word,
-    INDEX: tl.constexpr,
-    tokens,
-    inside,
-    stride_token,
-    factors,
-    most,
-    SCALES: tl.constexpr,
-    FITTED: tl.constexpr,
-):
-    """Codes of tokens ``INDEX`` and ``INDEX + 4`` in the halves of int32."""
+def _load_pair(source, INDEX: tl.constexpr, factors, SCALES: tl.constexpr, FITTED: tl.constexpr):
+    """Codes of tokens ``INDEX`` and ``INDEX + 4`` in the halves of int32.
+
+    ``source`` are arguments of ``_load_token``.
+    """
+    x_ptr, word, tokens, inside, stride_token = source
     low = _load_token(x_ptr, word, INDEX, tokens, inside, stride_token)
     high = _load_token(x_ptr, word, INDEX + 4, tokens, inside, stride_token)
-    low = clipped_code_bits(low, factors, most, SCALES, FITTED)
-    high = clipped_code_bits(high, factors, most, SCALES, FITTED)
+    low = clipped_code_bits(low, factors, SCALES, FITTED)
+    high = clipped_code_bits(high, factors, SCALES, FITTED)
     return select_bytes(low, high, 0x5410)
 
 
@@ -148,15 +137,15 @@ def mixed_quantize_kernel(
     minimum = line_row(factors_ptr, 1, line, lines)
     norm = line_row(factors_ptr, 2, line, lines)
     inverse = line_row(factors_ptr, 3, line, lines)
-    factors = (minimum, norm, inverse)
-    most = largest_code(width)
+    factors = (minimum, norm, inverse, largest_code(width))
     x_ptr += line[:, None].to(tl.int64) * stride_line
     for step in range(steps):
         word = ((tl.program_id(1) * steps + step) * WORDS + tl.arange(0, WORDS))[None, :]
-        a = _load_pair(x_ptr, word, 0, tokens, inside, stride_token, factors, most, SCALES, FITTED)
-        b = _load_pair(x_ptr, word, 1, tokens, inside, stride_token, factors, most, SCALES, FITTED)
-        c = _load_pair(x_ptr, word, 2, tokens, inside, stride_token, factors, most, SCALES, FITTED)
-        d = _load_pair(x_ptr, word, 3, tokens, inside, stride_token, factors, most, SCALES, FITTED)
+        source = (x_ptr, word, tokens, inside, stride_token)
+        a = _load_pair(source, 0, factors, SCALES, FITTED)
+        b = _load_pair(source, 1, factors, SCALES, FITTED)
+        c = _load_pair(source, 2, factors, SCALES, FITTED)
+        d = _load_pair(source, 3, factors, SCALES, FITTED)
         valid = tl.maximum(tl.minimum(tokens - word * 8, 8), 0)
         there = inside & (word < words)
         plane = plane_of_pairs(a, b, c, d, 0, 4) & keep & _kept(valid, 4)
@@ -329,35 +318,34 @@ def launch_scaling(
     grid, steps = _grid(RANGE_TILE, tokens, lines, _MAX_PARTS)
     ranges = torch.empty(grid[1], 2, lines, dtype=torch.int32, device=x.device)
     mixed_range_kernel[grid](
-        x,
-        ranges,
-        tokens,
-        lines,
-        x.stride(0),
-        x.stride(1),
-        steps,
+        *(x, ranges, tokens, lines, *x.stride(), steps),
         LINES=RANGE_TILE.lines,
         TOKENS=RANGE_TILE.tokens,
         num_warps=RANGE_TILE.warps,
     )
-    # what is not there is not read
-    moments, moment_parts = _launch_moments(x, ranges) if fitted else (ranges, 0)
+    moments, moment_parts = ranges, 0  # what is not there is not read
+    if fitted:
+        grid, steps = _grid(MOMENT_TILE, tokens, lines, _MAX_PARTS)
+        moment_parts = grid[1]
+        moments = torch.empty(moment_parts, 2, lines, dtype=torch.int64, device=x.device)
+        mixed_moment_kernel[grid](
+            *(x, ranges, moments, tokens, lines, *x.stride(), len(ranges), steps),
+            LINES=MOMENT_TILE.lines,
+            TOKENS=MOMENT_TILE.tokens,
+            PARTS=_MAX_PARTS,
+            EXACT_STEPS=_EXACT_STEPS,
+            SCALES=SCALES,
+            num_warps=MOMENT_TILE.warps,
+            enable_fp_fusion=False,
+        )
     factors = torch.empty(4, lines, dtype=torch.float32, device=x.device)
-    used = (0,) * 6 if layout is None else (*layout.plane_lines, layout.coded_lines)
-    starts = (0,) * 7 if layout is None else sections(layout)
+    words, used, starts = 0, (0,) * 6, (0,) * 7
+    if layout is not None:
+        words, starts = layout.padded_tokens // TOKENS_PER_WORD, sections(layout)
+        used = (*layout.plane_lines, layout.coded_lines)
     mixed_scale_kernel[(triton.cdiv(lines, 32),)](
-        ranges,
-        moments,
-        rows,
-        factors,
-        out,
-        tokens,
-        lines,
-        grid[1],
-        moment_parts,
-        0 if layout is None else layout.padded_tokens // TOKENS_PER_WORD,
-        *used,
-        starts,
+        *(ranges, moments, rows, factors, out, tokens, lines, len(ranges), moment_parts),
+        *(words, *used, starts),
         LINES=32,
         PARTS=_MAX_PARTS,
         SCALES=SCALES,
@@ -367,32 +355,6 @@ def launch_scaling(
         enable_fp_fusion=False,
     )
     return factors
-
-
-def _launch_moments(x: Tensor, ranges: Tensor) -> tuple[Tensor, int]:
-    """Return ``[parts, 2, N]`` int64 sums of codes and of their squares, and the parts."""
-    tokens, lines = x.shape
-    grid, steps = _grid(MOMENT_TILE, tokens, lines, _MAX_PARTS)
-    moments = torch.empty(grid[1], 2, lines, dtype=torch.int64, device=x.device)
-    mixed_moment_kernel[grid](
-        x,
-        ranges,
-        moments,
-        tokens,
-        lines,
-        x.stride(0),
-        x.stride(1),
-        len(ranges),
-        steps,
-        LINES=MOMENT_TILE.lines,
-        TOKENS=MOMENT_TILE.tokens,
-        PARTS=_MAX_PARTS,
-        EXACT_STEPS=_EXACT_STEPS,
-        SCALES=SCALES,
-        num_warps=MOMENT_TILE.warps,
-        enable_fp_fusion=False,
-    )
-    return moments, grid[1]
 
 
 def launch_mixed_quantize(
@@ -427,19 +389,10 @@ def launch_pack(
 ) -> None:
     """Write the planes, all that ``launch_scaling`` leaves of a message."""
     tokens, lines = x.shape
+    words = layout.padded_tokens // TOKENS_PER_WORD
     grid, steps = _grid(tile, tokens, lines, tokens)
     mixed_quantize_kernel[grid](
-        x,
-        rows,
-        factors,
-        out,
-        tokens,
-        layout.padded_tokens // TOKENS_PER_WORD,
-        lines,
-        x.stride(0),
-        x.stride(1),
-        steps,
-        sections(layout),
+        *(x, rows, factors, out, tokens, words, lines, *x.stride(), steps, sections(layout)),
         LINES=tile.lines,
         WORDS=tile.tokens // TOKENS_PER_WORD,
         SCALES=SCALES,
@@ -457,18 +410,11 @@ def launch_mixed_dequantize(
     if tokens == 0:
         return
     layout = mixed_layout(counts, tokens)
+    words = layout.padded_tokens // TOKENS_PER_WORD
     grid, steps = _grid(tile, tokens, lines, tokens)
     with on_device(message):
         mixed_dequantize_kernel[grid](
-            message,
-            rows,
-            out,
-            tokens,
-            layout.padded_tokens // TOKENS_PER_WORD,
-            lines,
-            steps,
-            INT_TO_FLOAT,
-            sections(layout),
+            *(message, rows, out, tokens, words, lines, steps, INT_TO_FLOAT, sections(layout)),
             LINES=tile.lines,
             WORDS=tile.tokens // TOKENS_PER_WORD,
             SCALES=SCALES,
@@ -490,17 +436,8 @@ def _launch_round(x: Tensor, rows: Tensor, factors: Tensor, fitted: bool, out: T
     """Write what arrives of values that ``launch_scaling`` has the factors of."""
     tokens, lines = x.shape
     tile = ROUND_TRIP_TILE
-    grid = triton.cdiv(lines, tile.lines), triton.cdiv(tokens, tile.tokens)
-    mixed_round_trip_kernel[grid](
-        x,
-        rows,
-        factors,
-        out,
-        tokens,
-        lines,
-        x.stride(0),
-        x.stride(1),
-        INT_TO_FLOAT,
+    mixed_round_trip_kernel[triton.cdiv(lines, tile.lines), triton.cdiv(tokens, tile.tokens)](
+        *(x, rows, factors, out, tokens, lines, *x.stride(), INT_TO_FLOAT),
         LINES=tile.lines,
         TOKENS=tile.tokens,
         SCALES=SCALES,

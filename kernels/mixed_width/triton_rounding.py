@@ -83,11 +83,17 @@ def mixed_range_kernel(
 
 
 @triton.jit
+def _parts_of_lines(source_ptr, line, lines, parts, PARTS: tl.constexpr):
+    """Where the first number of every part of ``[LINES]`` lines lies, and which parts exist."""
+    part = tl.arange(0, PARTS)[None, :]
+    source = source_ptr + part * 2 * lines + line[:, None]
+    return source, (line < lines)[:, None] & (part < parts)
+
+
+@triton.jit
 def _extremes(range_ptr, line, lines, parts, PARTS: tl.constexpr):
     """Low and high keys ``[LINES]`` of all parts."""
-    part = tl.arange(0, PARTS)[None, :]
-    source = range_ptr + part * 2 * lines + line[:, None]
-    found = (line < lines)[:, None] & (part < parts)
+    source, found = _parts_of_lines(range_ptr, line, lines, parts, PARTS)
     low = tl.min(tl.load(source, found, _INT_MAX), axis=1)
     high = tl.max(tl.load(source + lines, found, _INT_MIN), axis=1)
     return low, high
@@ -161,24 +167,8 @@ def _fitted_end(end, fits, scale, minimum, norm, low, high, extreme):
 
 
 @triton.jit
-def _fitted_range(
-    moment_ptr,
-    line,
-    lines,
-    tokens,
-    parts,
-    PARTS: tl.constexpr,
-    width,
-    low,
-    high,
-    SCALES: tl.constexpr,
-):
-    """``reference.fitted_range``, of keys."""
-    part = tl.arange(0, PARTS)[None, :]
-    source = moment_ptr + part * 2 * lines + line[:, None]
-    found = (line < lines)[:, None] & (part < parts)
-    sums = tl.sum(tl.load(source, found, 0), axis=1).to(tl.float64)
-    squares = tl.sum(tl.load(source + lines, found, 0), axis=1).to(tl.float64)
+def _fitted_range(sums, squares, tokens, width, low, high, SCALES: tl.constexpr):
+    """``reference.fitted_range``, of keys and fp64 sums."""
     count = tl.cast(tokens, tl.float64)
     mean = sums / count
     variance = tl.maximum(squares / count - mean * mean, 0.0).to(tl.float32)
@@ -198,7 +188,7 @@ def _fitted_range(
 
 
 @triton.jit
-def _end_section(message_ptr, end):
+def end_section(message_ptr, end):
     """Write the zeros between the end of a section and the next."""
     byte = end + tl.arange(0, 16)
     zeros = tl.zeros((16,), tl.int8)
@@ -244,9 +234,10 @@ def mixed_scale_kernel(
     low, high = _extremes(range_ptr, line, lines, parts, PARTS)
     width = tl.load(rows_ptr + WIDTH_ROW * lines + line, inside, 1)
     if FITTED:
-        low, high = _fitted_range(
-            moment_ptr, line, lines, tokens, moment_parts, PARTS, width, low, high, SCALES
-        )
+        source, found = _parts_of_lines(moment_ptr, line, lines, moment_parts, PARTS)
+        sums = tl.sum(tl.load(source, found, 0), axis=1).to(tl.float64)
+        squares = tl.sum(tl.load(source + lines, found, 0), axis=1).to(tl.float64)
+        low, high = _fitted_range(sums, squares, tokens, width, low, high, SCALES)
     max_level = largest_code(width)
     scale, minimum, norm, inverse = asymmetric_scaling(
         low, high, max_level, SCALES.max_width, SCALES, 1.0
@@ -264,13 +255,13 @@ def mixed_scale_kernel(
         tl.store(target, bits_of_scales(minimum, SCALES), sent)
         if tl.program_id(0) == 0:
             wide = tl.cast(words, tl.int64)
-            _end_section(message_ptr, sections[0] + raw * wide * 16)
-            _end_section(message_ptr, sections[1] + bytes * wide * 8)
-            _end_section(message_ptr, sections[2] + fours * wide * 4)
-            _end_section(message_ptr, sections[3] + twos * wide * 2)
-            _end_section(message_ptr, sections[4] + ones * wide)
-            _end_section(message_ptr, sections[5] + coded * 2)
-            _end_section(message_ptr, sections[6] + coded * 2)
+            end_section(message_ptr, sections[0] + raw * wide * 16)
+            end_section(message_ptr, sections[1] + bytes * wide * 8)
+            end_section(message_ptr, sections[2] + fours * wide * 4)
+            end_section(message_ptr, sections[3] + twos * wide * 2)
+            end_section(message_ptr, sections[4] + ones * wide)
+            end_section(message_ptr, sections[5] + coded * 2)
+            end_section(message_ptr, sections[6] + coded * 2)
 
 
 @triton.jit
@@ -280,8 +271,7 @@ def largest_code(width):
 
 
 @triton.jit
-def _level(x, factors):
-    minimum, norm, inverse = factors
+def _level(x, minimum, norm, inverse):
     # one rounding, since the product with a power of two is exact
     y = tl.fma(x, tl.broadcast_to(norm, x.shape), tl.broadcast_to(-minimum, x.shape))
     return y * inverse
@@ -290,13 +280,17 @@ def _level(x, factors):
 @triton.jit
 def code_bits(x, factors, SCALES: tl.constexpr):
     """Codes in the low 16 bits of int32, those above being arbitrary; ``reference._levels``."""
-    return fixed_point(_level(x, factors), SCALES)
+    return fixed_point(_level(x, *factors), SCALES)
 
 
 @triton.jit
-def clipped_code_bits(x, factors, most, SCALES: tl.constexpr, FITTED: tl.constexpr):
-    """``code_bits``; values outside a fitted range get the first code, or the last, ``most``."""
-    y = _level(x, factors)
+def clipped_code_bits(x, factors, SCALES: tl.constexpr, FITTED: tl.constexpr):
+    """``code_bits``; values outside a fitted range get the first or last code.
+
+    ``factors`` are those of ``code_bits``, and the last code.
+    """
+    minimum, norm, inverse, most = factors
+    y = _level(x, minimum, norm, inverse)
     if FITTED:
         y = tl.minimum(tl.maximum(y, 0.0), most)
     return fixed_point(y, SCALES)
@@ -346,8 +340,8 @@ def mixed_round_trip_kernel(
     inverse = line_row(factors_ptr, 3, line, lines)
     source = x_ptr + line[:, None].to(tl.int64) * stride_line + token * stride_token
     x = tl.load(source, inside, 0.0).to(tl.float32)
-    factors = (minimum, norm, inverse)
-    codes = clipped_code_bits(x, factors, largest_code(width), SCALES, FITTED)
+    factors = (minimum, norm, inverse, largest_code(width))
+    codes = clipped_code_bits(x, factors, SCALES, FITTED)
     value = value_of_code(codes, False, int_to_float, scale, minimum)
     value = tl.where(width == 16, (bf16_bits(x) << 16).to(tl.float32, bitcast=True), value)
     result = round_output(value, out_ptr.dtype.element_ty)

@@ -5,6 +5,7 @@ The speed depends on it, the bits of ``dweight`` and ``dbias`` (their order of s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -128,20 +129,48 @@ def choose_schedule(kind: str, block: int, device: torch.device) -> Schedule:
     return table[min(max(block, min(table)), max(table))]
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Constants of a kernel: what a program computes, and the tiles that it works on.
+
+    Attributes:
+        stages: that of the schedule.
+        weight: whether there is a weight.
+        bias: whether there is a bias.
+        amax: whether the largest magnitude of the output is found, too.
+        parameters: whether gradients of the parameters are wanted.
+    """
+
+    block: int
+    rows: int
+    full: bool
+    flat: bool
+    run: int
+    stages: int
+    format: MessageFormat
+    kind: str
+    weight: bool
+    bias: bool
+    amax: bool
+    parameters: bool
+
+
 def constants(
-    tile: Geometry, schedule: Schedule, fmt: MessageFormat, kind: str
+    tile: Geometry,
+    schedule: Schedule,
+    fmt: MessageFormat,
+    kind: str,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    amax: bool = False,
+    parameters: bool = False,
 ) -> dict[str, object]:
-    """Constants that all kernels of norms take."""
+    """Return the constants of a kernel and the options of the compiler."""
+    run, stages, used = schedule.run, schedule.stages, (weight is not None, bias is not None)
     limit = {"maxnreg": schedule.registers} if schedule.registers else {}
     return limit | {
-        "BLOCK": tile.block,
-        "ROWS": tile.rows,
-        "RUN": schedule.run,
-        "FORMAT": fmt,
-        "KIND": kind,
-        "FULL": tile.full,
-        "FLAT": tile.flat,
-        "STAGES": schedule.stages,
+        "R": Recipe(*tile, run, stages, fmt, kind, *used, amax, parameters),
         "num_warps": schedule.warps,
         "enable_fp_fusion": False,
     }

@@ -121,13 +121,8 @@ _SPACINGS: dict[str, Spacing] = {
 def state_format(name: str, signed: bool) -> StateFormat:
     """Return a format by its name.
 
-    Args:
-        name: ``expanded_fp8`` (FP8 with a dynamic range by group), ``fp8`` (E4M3), ``dynamic8``
-            (dynamic map), ``int8`` (linear) or ``float32`` (no codes).
-        signed: whether the state has negative values.
-
-    Raises:
-        ValueError: another name.
+    ``expanded_fp8`` is FP8 with a dynamic range by group, ``fp8`` E4M3, ``dynamic8`` the dynamic
+    map, ``int8`` linear, and ``float32`` no codes. Another name raises ``ValueError``.
     """
     if name not in FORMATS:
         raise ValueError(

@@ -34,12 +34,9 @@ NUM_POINTERS, _FIRST_CODES, _SECOND_CODES = 8, 2, 5
 
 
 class Kind(NamedTuple):
-    """Facts that the tensors of one call share; equal kinds are the same object.
+    """Device, dtype of parameters and formats of states that the tensors of one call share.
 
-    Attributes:
-        device: device of parameters, gradients and states.
-        dtype: dtype of the parameters.
-        formats: formats of the states.
+    Equal kinds are the same object.
     """
 
     device: torch.device
@@ -75,11 +72,7 @@ class PreparedTensor:
     aligned: bool
 
     def is_in_place(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the tensors that were prepared are still where they were.
-
-        Args:
-            tensors: the same objects, in the same order.
-        """
+        """Whether the tensors that were prepared, in the same order, are where they were."""
         param = tensors[0]
         return (
             list(map(Tensor.data_ptr, tensors)) == self.addresses
@@ -97,11 +90,7 @@ def _kind(device: torch.device, dtype: torch.dtype, formats: tuple[StateFormat, 
 def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Refuse a tensor that the kernels would misread.
-
-    Raises:
-        ValueError: another shape or dtype than given, or not contiguous.
-    """
+    """Raise ``ValueError`` for a tensor that the kernels would misread."""
     if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
@@ -118,9 +107,6 @@ def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> Prepar
             ``expanded_fp8`` its exponent, the same in uint8. A state of the format ``float32`` is
             one fp32 tensor in the shape of the parameter. All are contiguous and on one device.
         formats: formats of the one or two states.
-
-    Returns:
-        What ``optimizer_step`` takes, as long as the tensors stay where they are.
 
     Raises:
         ValueError: shapes, dtypes, strides or numbers of tensors other than above.
@@ -168,19 +154,6 @@ def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> Prepar
         row_groups=groups_per_row(length),
         aligned=length % GROUP_SIZE == 0 and all(address % ALIGNMENT == 0 for address in wide),
     )
-
-
-def states_of(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> list[State]:
-    """Put the states together again that ``prepare`` takes apart."""
-    rest = iter(tensors[1:])
-    return [
-        State(
-            next(rest),
-            next(rest) if fmt.quantized else None,
-            next(rest) if fmt.expanded else None,
-        )
-        for fmt in formats
-    ]
 
 
 def _check(
@@ -276,15 +249,18 @@ def optimizer_step(
         launch_optimizer_step(prepared, grads, scalars, seeds, first_groups, rule, stochastic)
     else:
         for index, (values, parts) in enumerate(zip(scalars.tolist(), tensors, strict=True)):
+            rest = iter(parts[1:])
+            states = [
+                State(
+                    next(rest),
+                    next(rest) if fmt.quantized else None,
+                    next(rest) if fmt.expanded else None,
+                )
+                for fmt in kind.formats
+            ]
+            noise = (seeds[index], first_groups[index]) if seeds else (0, 0)
             cpu.step(
-                parts[0],
-                grads[index],
-                states_of(parts, kind.formats),
-                values,
-                seeds[index] if seeds else 0,
-                first_groups[index] if seeds else 0,
-                rule,
-                kind.formats,
-                stochastic,
+                *(parts[0], grads[index], states, values, *noise),
+                *(rule, kind.formats, stochastic),
             )
     count_write(*chain.from_iterable(tensors))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def encode_groups(
         x: ``[R, S]`` fp32, contiguous. Below 2**-126 unsigned values count as zero, and signed ones
             too if the whole group is.
         fmt: the format.
-        noise: ``[R, S]`` of :func:`rounding_noise`; ``None`` rounds to the nearer level.
+        noise: ``[R, S]`` of ``rounding_noise``; None rounds to the nearer level.
 
     Returns:
         Codes ``[R, S]`` uint8, scale ``[R]`` bf16 and, for expanded formats, exponent ``[R]``
@@ -202,12 +203,7 @@ def _level_codes(bits: Tensor, scale: Tensor, fmt: StateFormat, noise: Tensor | 
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
-    """Round fp32 to bf16, up with a probability equal to the distance to the lower neighbour.
-
-    Args:
-        x: fp32.
-        noise: result of :func:`rounding_noise`.
-    """
+    """Round fp32 to bf16, up with a probability equal to the distance to the lower neighbour."""
     bits = x.view(torch.int32)
     rounded = ((bits + (noise >> 16).int()) & ~0xFFFF).view(torch.float32)
     finite = (bits & MAGNITUDE) < 0x7F800000
@@ -240,11 +236,7 @@ class State:
 def update(
     rule: str, p: Tensor, g: Tensor, first: Tensor, second: Tensor | None, scalars: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Apply a rule to fp32 tensors; what the scalars are is in ``optimizer_step``.
-
-    Returns:
-        New parameter, first state and second state.
-    """
+    """Return new parameter and states, fp32; ``op.optimizer_step`` says what the scalars are."""
     if rule == "lion":
         beta1, weight1, beta2, weight2, _, _, decay, lr = scalars
         mixed = first * beta1 + g * weight1
@@ -282,21 +274,11 @@ def step(
     stochastic: bool,
 ) -> None:
     """Update a parameter and its states in place; arguments as for ``op.optimizer_step``."""
-    rows, length = param.shape[0], row_length(param.shape)
-    if param.numel() == 0:
-        return
-    row_groups = groups_per_row(length)
-    padded = row_groups * GROUP_SIZE
-    height = max(1, _CHUNK_NUMEL // padded)
-    for start in range(0, rows, height):
-        part = slice(start, min(start + height, rows))
-        count = part.stop - start
-
-        def noise(
-            stream: int, first: int = first_group + start * row_groups, groups: int = count
-        ) -> Tensor:
-            return rounding_noise(seed, first, groups * row_groups, stream, param.device)
-
+    for part, length in _chunks(param):
+        count, row_groups = part.stop - part.start, groups_per_row(length)
+        padded = row_groups * GROUP_SIZE
+        place = first_group + part.start * row_groups, count * row_groups
+        noise = partial(rounding_noise, seed, *place, device=param.device)
         p, g = (_grouped(t[part].reshape(count, length), padded) for t in (param, grad))
         old = [_load(state, part, length, fmt) for state, fmt in zip(states, formats, strict=True)]
         new_p, *new = update(rule, p, g, old[0], old[1] if len(old) > 1 else None, scalars)
@@ -331,33 +313,21 @@ def _load(state: State, part: slice, length: int, fmt: StateFormat) -> Tensor:
 
 
 def _store(
-    state: State,
-    part: slice,
-    length: int,
-    fmt: StateFormat,
-    values: Tensor,
-    noise: Tensor | None = None,
+    state: State, part: slice, length: int, fmt: StateFormat, values: Tensor, noise: Tensor | None
 ) -> None:
     padded = groups_per_row(length) * GROUP_SIZE
     target = state.codes[part].view(-1, length)
     if state.scale is None:
         target.copy_(values.view(-1, padded)[:, :length])
         return
-    codes, scale, exponent = encode_groups(_without_padding(values, length), fmt, noise)
+    if padded != length:  # whatever the update made of what lies beyond the end of a row
+        values = values.reshape(-1, padded).clone()
+        values[:, length:] = 0.0
+    codes, scale, exponent = encode_groups(values.reshape(-1, GROUP_SIZE).contiguous(), fmt, noise)
     target.copy_(codes.view(-1, padded)[:, :length])
     state.scale[part] = scale.view(-1, padded // GROUP_SIZE)
     if state.exponent is not None and exponent is not None:
         state.exponent[part] = exponent.view(-1, padded // GROUP_SIZE)
-
-
-def _without_padding(values: Tensor, length: int) -> Tensor:
-    """Set what lies beyond the end of a row to zero, whatever the update made of it."""
-    padded = groups_per_row(length) * GROUP_SIZE
-    if padded == length:
-        return values.contiguous()
-    rows = values.reshape(-1, padded).clone()
-    rows[:, length:] = 0.0
-    return rows.view(-1, GROUP_SIZE)
 
 
 def decode_state(state: State, fmt: StateFormat) -> Tensor:
@@ -376,8 +346,7 @@ def encode_state(values: Tensor, state: State, fmt: StateFormat) -> None:
     """Write values, in the shape of the parameter, into a state, rounded to the nearest level."""
     for part, length in _chunks(values):
         padded = groups_per_row(length) * GROUP_SIZE
-        grouped = _grouped(values[part].reshape(-1, length), padded)
-        _store(state, part, length, fmt, grouped)
+        _store(state, part, length, fmt, _grouped(values[part].reshape(-1, length), padded), None)
 
 
 def _chunks(x: Tensor) -> list[tuple[slice, int]]:

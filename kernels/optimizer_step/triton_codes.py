@@ -25,6 +25,7 @@ import math
 import triton
 import triton.language as tl
 
+from lq_lightning.kernels.activation.triton_arithmetic import exp2, log2, reciprocal
 from lq_lightning.kernels.optimizer_step.formats import (
     E4M3_MAX,
     GROUP_SIZE,
@@ -134,28 +135,6 @@ _NEXT_DECADE = tl.constexpr(1.0 - math.log2(10.0))
 
 
 @triton.jit
-def _log2(x):
-    if _INTERPRETED:
-        y = tl.log2(x)
-    else:
-        y = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return y
-
-
-@triton.jit
-def _exp2(x):
-    if _INTERPRETED:
-        y = tl.exp2(x)
-    else:
-        y = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return y
-
-
-@triton.jit
 def _quotient(x, DIVISOR: tl.constexpr, RECIPROCAL: tl.constexpr):
     """``x / DIVISOR``, correctly rounded for all levels of int8 and E4M3."""
     return tl.div_rn(x, DIVISOR) if _INTERPRETED else tl.fma(x, RECIPROCAL[0], x * RECIPROCAL[1])
@@ -178,11 +157,7 @@ def _level(number, levels_ptr, FORMAT: tl.constexpr):
         # not `tl.load`, for which the elements would move to other threads
         level = tl.inline_asm_elementwise(
             "{ .reg .u64 a; mad.wide.u32 a, $1, 8, $2; ld.global.nc.f32 $0, [a]; }",
-            "=f,r,l",
-            [number, levels_ptr.to(tl.int64)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            *("=f,r,l", [number, levels_ptr.to(tl.int64)], tl.float32, True, 1),
         )
     return level
 
@@ -199,24 +174,9 @@ def _two_levels(number, levels_ptr, FORMAT: tl.constexpr):
     else:
         low, high = tl.inline_asm_elementwise(
             "{ .reg .u64 a; mad.wide.u32 a, $2, 8, $3; ld.global.nc.v2.f32 {$0, $1}, [a]; }",
-            "=f,=f,r,l",
-            [number, levels_ptr.to(tl.int64)],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
+            *("=f,=f,r,l", [number, levels_ptr.to(tl.int64)], (tl.float32, tl.float32), True, 1),
         )
     return low, high
-
-
-@triton.jit
-def _approximate_reciprocal(x):
-    if _INTERPRETED:
-        y = 1.0 / x
-    else:
-        y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return y
 
 
 # --- decoding -------------------------------------------------------------------------------------
@@ -243,11 +203,7 @@ def _numbers_and_signs(codes):
             shl.b32 $6, $8, 8;
             mov.b32 $7, $8;
             }""",
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [codes],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=4,
+            *("=r,=r,=r,=r,=r,=r,=r,=r,r", [codes], (tl.int32, tl.int32), True, 4),
         )
     return number, sign
 
@@ -312,11 +268,7 @@ def _skewed(noise, skew):
             mul.hi.u32 c, c, $1;
             mad.hi.u32 $0, c, $2, $1;
             }""",
-            "=r,r,r",
-            [noise, skew],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
+            *("=r,r,r", [noise, skew], tl.uint32, True, 1),
         )
     return y
 
@@ -353,11 +305,11 @@ def _level_below(ratio, FORMAT: tl.constexpr):
             # number of a decade's first level is P, less one without signs. A ratio just above a
             # power of ten may count for the decade below: the level below it is the same.
             WIDER: tl.constexpr = 0 if FORMAT.signed else 1
-            decade = tl.fma(_log2(ratio), _LOG10_2, 6.499) + _ROUNDER
+            decade = tl.fma(log2(ratio), _LOG10_2, 6.499) + _ROUNDER
             parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
             decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
             z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
-            z = tl.fma(ratio, _exp2(decade), z)
+            z = tl.fma(ratio, exp2(decade), z)
         # Rounded half a level below what is meant, which never ends below zero.
         z = tl.minimum(z, LAST) + _ROUNDER
         number = z.to(tl.int32, bitcast=True) - _ROUNDER_BITS
@@ -372,7 +324,7 @@ def _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT: tl.conste
     chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     chance = tl.minimum(chance, 1.0 - _LEAST_NOISE)
     if FORMAT.signed:
-        ratio = tl.maximum(size * _approximate_reciprocal(scale), _LEAST_RATIO)
+        ratio = tl.maximum(size * reciprocal(scale), _LEAST_RATIO)
         number = _level_below(ratio, FORMAT)
         low, high = _two_levels(number, levels_ptr, FORMAT)
         low = low * scale
@@ -415,10 +367,7 @@ def _with_signs(codes, x, special):
             and.b32 $0, codes, low;
             }""",
             "=r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [codes, x.to(tl.int32, bitcast=True), tl.where(special, 0, -1)],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
+            *([codes, x.to(tl.int32, bitcast=True), tl.where(special, 0, -1)], tl.uint8, True, 4),
         )
     return joined
 

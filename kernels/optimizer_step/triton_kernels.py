@@ -61,11 +61,7 @@ def _sqrt(x):
             fma.rn.f32 n, n, y, x;
             fma.rn.f32 $0, n, h, y;
             }""",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            *("=f,f", [x], tl.float32, True, 1),
         )
     return y
 
@@ -84,11 +80,7 @@ def _reciprocal(x):
             fma.rn.f32 n, n, y, 0f3F800000;
             fma.rn.f32 $0, n, y, y;
             }""",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            *("=f,f", [x], tl.float32, True, 1),
         )
     return y
 
@@ -127,6 +119,11 @@ def _update(p, g, first, second, s, RULE: tl.constexpr):
 
 
 @triton.jit
+def _load_four(source):
+    return tl.load(source), tl.load(source + 1), tl.load(source + 2), tl.load(source + 3)
+
+
+@triton.jit
 def _pointer(table, INDEX: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
     address = tl.load(table + INDEX)
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)
@@ -162,11 +159,7 @@ def _widened(x):
         # of two in a register, which the compiler would take apart first
         y = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
-            "=r,=r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
+            *("=r,=r,r", [x], tl.float32, True, 2),
         )
     else:
         y = x.to(tl.float32)
@@ -182,14 +175,7 @@ def _decode_state(stored, levels_ptr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _encode_state(
-    x,
-    exists,
-    levels_ptr,
-    word,
-    STREAM: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
+def _encode_state(x, exists, levels_ptr, word, STREAM: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT.quantized:
         x = tl.where(exists, x, 0.0)
         noise = element_noise(word, STREAM, x.shape[1])
@@ -256,16 +242,7 @@ def optimizer_step_kernel(
     first_group = (program - tl.load(table + 9).to(tl.int32)) * GROUPS
     length = tl.load(table + 10)
     row_groups = tl.load(table + 11).to(tl.int32)
-    s = (
-        tl.load(scalars),
-        tl.load(scalars + 1),
-        tl.load(scalars + 2),
-        tl.load(scalars + 3),
-        tl.load(scalars + 4),
-        tl.load(scalars + 5),
-        tl.load(scalars + 6),
-        tl.load(scalars + 7),
-    )
+    s = _load_four(scalars) + _load_four(scalars + 4)
     noise_group = tl.load(table + 12)
     seed = tl.load(table + 13)
     seed_a, seed_b = seed.to(tl.int32), (seed >> 32).to(tl.int32)
@@ -342,10 +319,6 @@ def _groups_at_once(formats: Sequence[StateFormat], rounded: bool) -> int:
     return 8 if rounded else 4
 
 
-def _signed(seed: int) -> int:
-    return seed - (1 << 64) if seed >> 63 else seed
-
-
 def _table(
     fixed: Tensor,
     addresses: Sequence[int],
@@ -357,13 +330,11 @@ def _table(
     """Pointers and scalars of every tensor, ``[N, 18]`` int64 on ``device``."""
     columns = {_GRADIENT: torch.tensor(addresses, dtype=torch.int64, device="cpu")}
     if seeds:
-        words = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device="cpu")
+        signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
+        words = torch.tensor(signed, dtype=torch.int64, device="cpu")
         columns[_SEED] = packed_seed_words(words)
         columns[_FIRST_GROUP] = torch.tensor(first_groups, dtype=torch.int64, device="cpu")
-    table = torch.empty(
-        fixed.shape, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
-    )
-    table.copy_(fixed)
+    table = torch.empty_like(fixed, pin_memory=device.type == "cuda").copy_(fixed)
     for index, column in columns.items():
         table[:, index] = column
     table.view(torch.float32)[:, 2 * _SCALARS :] = scalars
@@ -383,9 +354,8 @@ def launch_optimizer_step(
 ) -> None:
     """Launch the kernel on all tensors, those with rows of whole groups apart from the others.
 
-    Args as for ``optimizer_step``, which has checked them, but for the last ones:
-        per_program: groups that a program works on.
-        at_once: how many of them at a time, a power of two up to 32; what was fastest by default.
+    Arguments are those of ``optimizer_step``, which has checked them. A program works on
+    ``per_program`` groups, ``at_once`` at a time: a power of two up to 32, by default the fastest.
     """
     kind = prepared[0].kind
     rounded = stochastic and kind.dtype == torch.bfloat16
@@ -418,10 +388,7 @@ def launch_optimizer_step(
         ]
         with on_device(grads[chosen[0]]):
             optimizer_step_kernel[(len(programs),)](
-                table,
-                table.view(torch.float32),
-                programs,
-                *books,
+                *(table, table.view(torch.float32), programs, *books),
                 RULE=rule,
                 FIRST=first,
                 SECOND=second,

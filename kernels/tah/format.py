@@ -42,19 +42,11 @@ class TAHLayout:
 
     Attributes:
         tokens: number in all sequences.
-        channels: values of a token.
-        low_per_sequence: INT3 tokens of a sequence.
         low_tokens: INT3 tokens of all sequences.
         high_tokens: other tokens of all sequences.
         tiles: number in all sequences.
-        low_planes: start of the planes of INT3 codes.
-        high_planes: start of the planes of other codes.
-        scale_offset: start of the scales.
-        minimum_offset: start of the minima.
         outlier_offset: start of the bits of tiles.
-        pivot_planes: start of each plane of pivots.
         used: sizes of all sections, in order, without their padding.
-        nbytes: size of the message, a multiple of 16.
     """
 
     tokens: int

@@ -58,10 +58,7 @@ def _dequantize(
         tokens: S.
         channels: N.
         format: format of the message.
-        dtype: dtype of the result.
-
-    Returns:
-        ``[B, S, N]``.
+        dtype: dtype of the result, ``[B, S, N]``.
 
     Raises:
         ValueError: a format or dtype other than above, or a message of another size.
@@ -69,7 +66,7 @@ def _dequantize(
     fmt = parse_tah_format(format)
     check_float("dtype", dtype)
     check_message("message", message, fmt.layout(sequences, tokens, channels).nbytes)
-    out = _fake_dequantize(message, sequences, tokens, channels, format, dtype)
+    out = message.new_empty(sequences, tokens, channels, dtype=dtype)
     if message.is_cuda:
         from lq_lightning.kernels.tah.triton_kernels import launch_tah_dequantize
 
@@ -84,12 +81,6 @@ def _fake_quantize(x: Tensor, format: str) -> Tensor:
     return torch.empty(layout.nbytes, dtype=torch.uint8, device=x.device)
 
 
-def _fake_dequantize(
-    message: Tensor, sequences: int, tokens: int, channels: int, format: str, dtype: torch.dtype
-) -> Tensor:
-    return torch.empty(sequences, tokens, channels, dtype=dtype, device=message.device)
-
-
 tah_quantize = define_operator(
     "tah_quantize(Tensor x, str format) -> Tensor", _quantize, _fake_quantize
 )
@@ -97,5 +88,7 @@ tah_dequantize = define_operator(
     "tah_dequantize(Tensor message, SymInt sequences, SymInt tokens, SymInt channels, str format,"
     " ScalarType dtype) -> Tensor",
     _dequantize,
-    _fake_dequantize,
+    lambda message, sequences, tokens, channels, format, dtype: message.new_empty(
+        sequences, tokens, channels, dtype=dtype
+    ),
 )

@@ -24,12 +24,9 @@ SMALLEST = 2.0**-126
 
 
 class Statistics(NamedTuple):
-    """Statistics of tokens.
+    """Entropies of tokens, fp32; of tiles which are transformed, bool, and their pivots, uint8.
 
-    Attributes:
-        entropies: ``[U]`` fp32.
-        outliers: ``[T]`` bool, tiles that are transformed.
-        pivots: ``[T]`` uint8, index of the outlier within its tile; 0 for other tiles.
+    A pivot is the index of the outlier within its tile; 0 for other tiles.
     """
 
     entropies: Tensor
@@ -112,13 +109,7 @@ _PART_NUMEL = 1 << 18
 
 
 def quantize(x: Tensor, fmt: TAHFormat, out: Tensor) -> None:
-    """Encode values.
-
-    Args:
-        x: ``[B, S, N]`` floating point, contiguous.
-        fmt: the format.
-        out: ``[nbytes]`` uint8.
-    """
+    """Encode ``[B, S, N]`` values, contiguous, to ``[nbytes]`` uint8."""
     layout = fmt.layout(*x.shape)
     out.zero_()
     if x.numel() == 0:
@@ -205,13 +196,7 @@ def _swap_(tiles: Tensor, pivots: Tensor) -> None:
 
 
 def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
-    """Decode values.
-
-    Args:
-        message: ``[nbytes]`` uint8.
-        fmt: the format.
-        out: ``[B, S, N]`` floating point, contiguous.
-    """
+    """Decode values to ``[B, S, N]``, contiguous."""
     layout = fmt.layout(*out.shape)
     if out.numel() == 0:
         return

@@ -3,6 +3,9 @@
 A program works on ``BLOCK`` values, whole tiles in the order of memory. ``sections`` are offsets in
 bytes, see ``section_offsets``. Where all tiles have the same bits, the planes of codes are those of
 an encoded row. Compile with ``enable_fp_fusion=False``.
+
+A unit is a token. Its place in the message is its index among the INT4 units, or ``-1 - index``
+among the INT3 units, int32.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lq_lightning.kernels.activation.triton_arithmetic import log2
+from lq_lightning.kernels.message.format import FP32_MAX
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, Tile, on_device
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
 from lq_lightning.kernels.message.triton_codes import (
@@ -38,31 +43,125 @@ from lq_lightning.kernels.message.triton_rows import (
     row_sections,
     store_scales,
 )
-from lq_lightning.kernels.tah.format import TAHFormat, TAHLayout
+from lq_lightning.kernels.mixed_width.triton_rounding import end_section, section
+from lq_lightning.kernels.tah.format import OUTLIER_RATIO, TAHFormat, TAHLayout
 from lq_lightning.kernels.tah.reference import SMALLEST, lowest
-from lq_lightning.kernels.tah.triton_ranks import (
-    pack_bits,
-    tah_bits_kernel,
-    tah_entropy_kernel,
-    tah_place_kernel,
-)
 
-_FP32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
-_RATIO = tl.constexpr(2.0)  # `format.OUTLIER_RATIO`
+_FP32_MAX = tl.constexpr(FP32_MAX)
+_RATIO, _SMALLEST = tl.constexpr(OUTLIER_RATIO), tl.constexpr(SMALLEST)
+_LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _aligned(nbytes):
-    return (nbytes + 15) // 16 * 16
+def tah_entropy_kernel(
+    x_ptr, entropy_ptr, units, unit_numel, UNITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Entropies of ``UNITS`` units, read ``BLOCK`` columns at a time; ``reference.entropies``."""
+    unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
+    column = tl.arange(0, BLOCK)
+    totals = tl.zeros((UNITS, BLOCK), tl.float32)
+    products = tl.zeros((UNITS, BLOCK), tl.float32)
+    source = x_ptr + unit[:, None] * unit_numel + column[None, :]
+    for start in range(0, unit_numel, BLOCK):
+        inside = (unit < units)[:, None] & (start + column < unit_numel)[None, :]
+        magnitude = tl.abs(tl.load(source + start, inside, 0.0).to(tl.float32))
+        totals += magnitude
+        products += magnitude * log2(tl.maximum(magnitude, _SMALLEST))
+    total = tl.sum(totals, axis=1)
+    entropy = (log2(total) - tl.sum(products, axis=1) / total) * _LOG_2
+    # also where it is NaN
+    entropy = tl.where((entropy > 0.0) & (entropy <= _FP32_MAX), entropy, 0.0)
+    tl.store(entropy_ptr + unit, entropy, unit < units)
 
 
 @triton.jit
-def _end_section(message_ptr, end):
-    """Write the zeros between the end of a section and the next."""
-    byte = end + tl.arange(0, 16)
-    zeros = tl.zeros((16,), tl.int8)
-    target = message_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
-    tl.store(target + byte, zeros, byte < _aligned(end))
+def _load_keys(entropy_ptr, start, units, BLOCK: tl.constexpr):
+    """Bits of entropies, whose order as int32 is theirs; the largest int32 beyond the sequence."""
+    index = start + tl.arange(0, BLOCK)
+    return tl.load(section(entropy_ptr, 0, tl.int32) + index, index < units, 0x7FFFFFFF)
+
+
+@triton.jit
+def _count_below(entropy_ptr, units, key, BLOCK: tl.constexpr):
+    below = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, units, BLOCK):
+        below += (_load_keys(entropy_ptr, start, units, BLOCK) < key).to(tl.int32)
+    return tl.sum(below, axis=0)
+
+
+@triton.jit
+def _threshold(entropy_ptr, units, low_units, BLOCK: tl.constexpr):
+    """Key of rank ``low_units`` (from 1), bit by bit, and how many keys are below it."""
+    threshold = low_units * 0
+    for step in range(31):
+        candidate = threshold | (1 << (30 - step))
+        below = _count_below(entropy_ptr, units, candidate, BLOCK)
+        threshold = tl.where(below < low_units, candidate, threshold)
+    return threshold, _count_below(entropy_ptr, units, threshold, BLOCK)
+
+
+@triton.jit(do_not_specialize=["low_units"])
+def tah_place_kernel(
+    entropy_ptr,
+    message_ptr,
+    place_ptr,
+    units,
+    low_units,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """Places of the units of one sequence.
+
+    With ``RANK``, the ``low_units`` lowest entropies are INT3, of equal ones the first
+    (``reference.lowest``); else what the bits at ``message_ptr`` say.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    entropy_ptr += sequence * units
+    threshold, missing = low_units * 0, low_units * 0
+    if RANK:
+        threshold, below = _threshold(entropy_ptr, units, low_units, BLOCK)
+        missing = low_units - below
+    first_low = sequence.to(tl.int32) * low_units
+    first_high = sequence.to(tl.int32) * (units - low_units)
+    equal_before, low_before = low_units * 0, low_units * 0
+    for start in range(0, units, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < units
+        if RANK:
+            keys = _load_keys(entropy_ptr, start, units, BLOCK)
+            equal = ((keys == threshold) & inside).to(tl.int32)
+            chosen = (equal > 0) & (equal_before + tl.cumsum(equal, axis=0) <= missing)
+            low = ((keys < threshold) | chosen).to(tl.int32)
+            equal_before += tl.sum(equal, axis=0)
+        else:
+            unit = sequence * units + index
+            bits = tl.load(message_ptr + unit // 8, inside, 255).to(tl.int32)
+            low = ((bits >> (unit % 8).to(tl.int32)) & 1) ^ 1
+        low_until = low_before + tl.cumsum(low, axis=0)
+        high_index = first_high + index - low_until
+        place = tl.where(low > 0, -first_low - low_until, high_index)
+        tl.store(place_ptr + sequence * units + index, place, inside)
+        low_before += tl.sum(low, axis=0)
+
+
+@triton.jit
+def pack_bits(values, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Pack ``[COUNT]`` int32 below ``2**WIDTH`` to bytes, low bits first; ``pack_plane``."""
+    PER_BYTE: tl.constexpr = 8 // WIDTH
+    shifts = (tl.arange(0, PER_BYTE) * WIDTH)[None, :]
+    return tl.sum(tl.reshape(values, (COUNT // PER_BYTE, PER_BYTE)) << shifts, axis=1).to(tl.int8)
+
+
+@triton.jit
+def tah_bits_kernel(place_ptr, message_ptr, units, BLOCK: tl.constexpr):
+    """Write a bit per unit, 1 for INT4, and the zeros that end the section."""
+    first = tl.program_id(0) * BLOCK
+    unit = first + tl.arange(0, BLOCK)
+    place = tl.load(place_ptr + unit, unit < units, -1)
+    packed = pack_bits((place >= 0).to(tl.int32), BLOCK, 1)
+    byte = first // 8 + tl.arange(0, BLOCK // 8)
+    end = (units + 127) // 128 * 16
+    tl.store(section(message_ptr, 0, tl.int8) + byte, packed, byte < end)
 
 
 @triton.jit
@@ -121,33 +220,22 @@ def _any(flags):
 
 
 @triton.jit
-def _transform(
-    values,
-    outlier,
-    pivot,
-    GROUPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    TILE: tl.constexpr = FORMAT.tile
-    changed = _swap(values, pivot, TILE)
-    flat = hadamard(tl.reshape(changed, (GROUPS * TILE,)), GROUPS * TILE, TILE, RUN)
-    changed = tl.reshape(flat * FORMAT.forward_norm, (GROUPS, TILE))
+def _hadamard(values, NORM: tl.constexpr, RUN: tl.constexpr):
+    """Transform of ``[GROUPS, TILE]`` tiles."""
+    SIZE: tl.constexpr = values.shape[0] * values.shape[1]
+    flat = hadamard(tl.reshape(values, (SIZE,)), SIZE, values.shape[1], RUN)
+    return tl.reshape(flat * NORM, values.shape)
+
+
+@triton.jit
+def _transform(values, outlier, pivot, FORMAT: tl.constexpr, RUN: tl.constexpr):
+    changed = _hadamard(_swap(values, pivot, FORMAT.tile), FORMAT.forward_norm, RUN)
     return tl.where(outlier[:, None], changed, values)
 
 
 @triton.jit
-def _restore(
-    values,
-    outlier,
-    pivot,
-    GROUPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    TILE: tl.constexpr = FORMAT.tile
-    flat = hadamard(tl.reshape(values, (GROUPS * TILE,)), GROUPS * TILE, TILE, RUN)
-    changed = _swap(tl.reshape(flat * FORMAT.inverse_norm, (GROUPS, TILE)), pivot, TILE)
+def _restore(values, outlier, pivot, FORMAT: tl.constexpr, RUN: tl.constexpr):
+    changed = _swap(_hadamard(values, FORMAT.inverse_norm, RUN), pivot, FORMAT.tile)
     return tl.where(outlier[:, None], changed, values)
 
 
@@ -179,43 +267,35 @@ def _word_places(low, first, inside, GROUPS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _store_mixed(
-    pairs,
-    message_ptr,
-    places,
-    inside,
-    units,
-    unit_numel,
-    low_units,
-    sections,
-    GROUPS: tl.constexpr,
-    TILE: tl.constexpr,
+    pairs, message_ptr, places, inside, sizes, sections, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
     """Write INT3 and INT4 codes to the places that ``_places`` returned."""
     a, b, c, d = pairs
     is_low, is_high, place = _word_places(places[0], places[1], inside, GROUPS, TILE)
-    target = (message_ptr + sections[2]).to(tl.pointer_type(tl.int32), bitcast=True)
+    target = section(message_ptr, sections[2], tl.int32)
     tl.store(target + place, plane_of_pairs(a, b, c, d, 0, 4), is_high)
-    target = (message_ptr + sections[0]).to(tl.pointer_type(tl.int16), bitcast=True)
+    target = section(message_ptr, sections[0], tl.int16)
     tl.store(target + place, plane_of_pairs(a, b, c, d, 0, 2), is_low)
-    target = (message_ptr + sections[1]).to(tl.pointer_type(tl.int8), bitcast=True)
+    target = section(message_ptr, sections[1], tl.int8)
     tl.store(target + place, plane_of_pairs(a, b, c, d, 2, 1), is_low)
     if tl.program_id(0) == 0:
+        units, unit_numel, low_units = sizes
         low_words = tl.cast(low_units, tl.int64) * (unit_numel // 8)
         high_words = tl.cast(units - low_units, tl.int64) * (unit_numel // 8)
-        _end_section(message_ptr, sections[0] + low_words * 2)
-        _end_section(message_ptr, sections[1] + low_words)
-        _end_section(message_ptr, sections[2] + high_words * 4)
+        end_section(message_ptr, sections[0] + low_words * 2)
+        end_section(message_ptr, sections[1] + low_words)
+        end_section(message_ptr, sections[2] + high_words * 4)
 
 
 @triton.jit
 def _load_mixed(message_ptr, places, inside, sections, GROUPS: tl.constexpr, TILE: tl.constexpr):
     """Words of eight codes of 4 bits, whatever they were stored as."""
     is_low, is_high, place = _word_places(places[0], places[1], inside, GROUPS, TILE)
-    source = (message_ptr + sections[2]).to(tl.pointer_type(tl.int32), bitcast=True)
+    source = section(message_ptr, sections[2], tl.int32)
     words = tl.load(source + place, is_high, 0)
-    source = (message_ptr + sections[0]).to(tl.pointer_type(tl.int16), bitcast=True)
+    source = section(message_ptr, sections[0], tl.int16)
     pairs = pairs_of_word(tl.load(source + place, is_low, 0), 2)
-    source = (message_ptr + sections[1]).to(tl.pointer_type(tl.int8), bitcast=True)
+    source = section(message_ptr, sections[1], tl.int8)
     a, b, c, d = add_plane(pairs, tl.load(source + place, is_low, 0), 1, 2)
     # zeros where the words above are, and the other way round
     return words | plane_of_pairs(a, b, c, d, 0, 4)
@@ -256,7 +336,7 @@ def tah_quantize_kernel(
         pivot = tl.zeros((GROUPS,), tl.int32)
         if _any(candidate):
             outlier, pivot = _find_outliers(values, TILE)
-            values = _transform(values, outlier, pivot, GROUPS, FORMAT, RUN)
+            values = _transform(values, outlier, pivot, FORMAT, RUN)
             smallest, largest = group_range(values, count, HIGH, True)
         _store_fields(message_ptr + outliers, outlier.to(tl.int32), first_tile, tiles, GROUPS, 1)
         pivot = tl.where(outlier, pivot, 0)
@@ -274,8 +354,8 @@ def tah_quantize_kernel(
     keep = same_in_groups(tl.where(scale == scale, -1, 0), BLOCK, TILE)
     if ADAPTIVE:
         pairs = (a & keep, b & keep, c & keep, d & keep)
-        mixed = (units, unit_numel, low_units, sections)
-        _store_mixed(pairs, message_ptr, places, tile < tiles, *mixed, GROUPS, TILE)
+        sizes = (units, unit_numel, low_units)
+        _store_mixed(pairs, message_ptr, places, tile < tiles, sizes, sections, GROUPS, TILE)
     else:
         numel = tl.cast(tiles, tl.int64) * TILE
         row = row_sections(numel, HIGH)
@@ -317,17 +397,15 @@ def _store_fields(section_ptr, fields, first, tiles, GROUPS: tl.constexpr, WIDTH
     COUNT: tl.constexpr = GROUPS * WIDTH // 8
     byte = first // 8 * WIDTH + tl.arange(0, COUNT)
     used = (tiles + 7) // 8 * WIDTH
-    target = section_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
-    tl.store(target + byte, packed, byte < used)
+    tl.store(section(section_ptr, 0, tl.int8) + byte, packed, byte < used)
     if first + GROUPS >= tiles:
-        _end_section(section_ptr, used)
+        end_section(section_ptr, used)
 
 
 @triton.jit
 def _load_fields(section_ptr, tile, tiles, WIDTH: tl.constexpr):
     bit = tile * WIDTH
-    source = section_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
-    bits = tl.load(source + bit // 8, tile < tiles, 0).to(tl.int32)
+    bits = tl.load(section(section_ptr, 0, tl.int8) + bit // 8, tile < tiles, 0).to(tl.int32)
     return (bits >> (bit % 8)) & ((1 << WIDTH) - 1)
 
 
@@ -376,7 +454,7 @@ def tah_dequantize_kernel(
         outlier = _load_fields(message_ptr + outliers, tile, tiles, 1) > 0
         if _any(outlier):
             pivot = _load_pivots(message_ptr, pivots, tile, tiles, FORMAT)
-            values = _restore(values, outlier, pivot, GROUPS, FORMAT, RUN)
+            values = _restore(values, outlier, pivot, FORMAT, RUN)
     result = round_output(tl.reshape(values, (BLOCK,)), out_ptr.dtype.element_ty)
     offsets = tl.arange(0, BLOCK)
     target = out_ptr + first_group * TILE + offsets
@@ -400,14 +478,9 @@ DEQUANTIZE_TILE = Tile(2048, 16, 4)
 
 def section_offsets(layout: TAHLayout) -> tuple[int | tuple[int, ...], ...]:
     """Return where INT3 planes, other codes, scales, minima, outliers and pivots begin."""
-    return (
-        *layout.low_planes,
-        layout.high_planes[0],
-        layout.scale_offset,
-        layout.minimum_offset,
-        layout.outlier_offset,
-        layout.pivot_planes,
-    )
+    codes = (*layout.low_planes, layout.high_planes[0])
+    scales = (layout.scale_offset, layout.minimum_offset)
+    return (*codes, *scales, layout.outlier_offset, layout.pivot_planes)
 
 
 def launch_tah_quantize(x: Tensor, fmt: TAHFormat, out: Tensor, tile: Tile | None = None) -> None:
@@ -431,13 +504,9 @@ def launch_entropies(x: Tensor, fmt: TAHFormat) -> Tensor:
     width = min(triton.next_power_of_2(layout.channels), _ENTROPY_BLOCK)
     count = _ENTROPY_BLOCK // width
     tah_entropy_kernel[(triton.cdiv(layout.tokens, count),)](
-        x,
-        entropies,
-        layout.tokens,
-        layout.channels,
+        *(x, entropies, layout.tokens, layout.channels),
         UNITS=count,
         BLOCK=width,
-        SMALLEST=SMALLEST,
         num_warps=4,
     )
     return entropies
@@ -453,11 +522,7 @@ def launch_places(
     units = layout.tokens // sequences
     block = min(triton.next_power_of_2(units), _RANK_BLOCK)
     tah_place_kernel[(sequences,)](
-        entropies,
-        message,
-        places,
-        units,
-        layout.low_per_sequence,
+        *(entropies, message, places, units, layout.low_per_sequence),
         BLOCK=block,
         RANK=rank,
         num_warps=max(1, min(16, block // 256)),
@@ -493,13 +558,7 @@ def launch_encode(
     tile = tile or QUANTIZE_TILE
     groups = tile.block // fmt.tile
     tah_quantize_kernel[(triton.cdiv(layout.tiles, groups),)](
-        x,
-        places,
-        out,
-        layout.tiles,
-        layout.tokens,
-        layout.channels,
-        layout.low_tokens,
+        *(x, places, out, layout.tiles, layout.tokens, layout.channels, layout.low_tokens),
         section_offsets(layout),
         GROUPS=groups,
         RUN=tile.run,
@@ -527,12 +586,7 @@ def launch_tah_dequantize(
         if layout.adaptive:
             places = launch_places(message, message, layout, out.shape[0], rank=False)
         tah_dequantize_kernel[(triton.cdiv(layout.tiles, groups),)](
-            message,
-            places,
-            out,
-            layout.tiles,
-            layout.channels,
-            INT_TO_FLOAT,
+            *(message, places, out, layout.tiles, layout.channels, INT_TO_FLOAT),
             section_offsets(layout),
             GROUPS=groups,
             RUN=tile.run,

@@ -11,7 +11,6 @@ from torch.nn.functional import pad as pad_tensor
 from torch.nn.functional import scaled_mm as public_scaled_mm
 from torch.torch_version import TorchVersion
 
-FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # cuBLASLt reads operands in 16 bytes: K and the number of rows of `b` are multiples of it.
 OPERAND_MULTIPLE = 16
@@ -61,8 +60,8 @@ def scaled_mm(
     is not is copied with zeros appended. Make K one (``float8_cast`` does) to save that.
 
     Args:
-        a_MK: ``[M, K]`` E4M3 or E5M2, contiguous.
-        b_NK: ``[N, K]`` E4M3 or E5M2, contiguous; not both are E5M2, which no tensor core takes.
+        a_MK: ``[M, K]`` E4M3, contiguous.
+        b_NK: ``[N, K]`` E4M3, contiguous.
         scale_a: fp32 of one element, the factor that decodes ``a_MK``.
         scale_b: The same for ``b_NK``.
         dtype: fp32, bf16 or fp16, of the result.
@@ -111,12 +110,10 @@ def _product(
 
 
 def _check_operands(a_MK: Tensor, b_NK: Tensor, dtype: torch.dtype) -> None:
-    dtypes = (a_MK.dtype, b_NK.dtype)
-    if not set(dtypes) <= set(FLOAT8_DTYPES) or dtypes == (torch.float8_e5m2, torch.float8_e5m2):
+    if {a_MK.dtype, b_NK.dtype} != {torch.float8_e4m3fn}:
         raise ValueError(
-            f"scaled_mm: operands are {dtypes[0]} and {dtypes[1]}; allowed are torch.float8_e4m3fn "
-            "and torch.float8_e5m2, the latter for one of them at most. Cast gradients to E5M2 and "
-            "all else to E4M3."
+            f"scaled_mm: operands are {a_MK.dtype} and {b_NK.dtype}; both must be "
+            "torch.float8_e4m3fn. Cast them with `float8_quantize`."
         )
     if a_MK.dim() != 2 or b_NK.dim() != 2 or a_MK.shape[1] != b_NK.shape[1]:
         raise ValueError(

@@ -601,9 +601,9 @@ def _cast_weight(
     stored = weight.t() if is_view else weight
     columns = transpose is not is_view
     if amax is None:
-        rows_q, columns_q, scale, amax = float8_quantize(stored, _E4M3, not columns, columns)
+        rows_q, columns_q, scale, amax = float8_quantize(stored, not columns, columns)
     else:
-        rows_q, columns_q, scale = float8_cast(stored, amax, _E4M3, not columns, columns)
+        rows_q, columns_q, scale = float8_cast(stored, amax, not columns, columns)
     return columns_q if columns else rows_q, scale, amax
 
 
@@ -682,13 +682,13 @@ class _Float8Linear(torch.autograd.Function):
         wanted_x, wanted_weight, wanted_bias = wanted_gradients(ctx, ctx.tensors)
         dy = as_matrix(dy)
         dx = dweight = dbias = None
-        dy_rows, dy_columns, dy_scale, _ = float8_quantize(dy, _E4M3, wanted_x, wanted_weight)
+        dy_rows, dy_columns, dy_scale, _ = float8_quantize(dy, wanted_x, wanted_weight)
         if wanted_weight:
 
             def rebuild() -> Tensor:
                 if ctx.codes is None:
                     x = as_matrix(kept[0])
-                    columns: Tensor = float8_cast(x, scale * 448.0, _E4M3, False, True)[1]
+                    columns: Tensor = float8_cast(x, scale * 448.0, False, True)[1]
                 else:
                     columns = ctx.codes.rebuild_float8(tuple(kept), dy.shape[0], scale)
                 return columns
@@ -729,12 +729,12 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
         size = hadamard_size_of(matrix.shape[1])
         *terms, largest = int8_quantize(matrix, size, amax is None, length)
         amax = largest if amax is None else amax
-        operand = (float8_cast(matrix, amax, _E4M3, False, False)[2], *terms)
+        operand = (float8_cast(matrix, amax, False, False)[2], *terms)
     elif amax is not None:
-        rows, _, scale = float8_cast(matrix, amax, _E4M3, True, False)
+        rows, _, scale = float8_cast(matrix, amax, True, False)
         operand = (scale, rows)
     else:
-        rows, _, scale, _ = float8_quantize(matrix, _E4M3, True, False)
+        rows, _, scale, _ = float8_quantize(matrix, True, False)
         operand = (scale, rows)
     if source is not None:
         source.operands[matmul] = (length, operand)

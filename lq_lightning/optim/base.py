@@ -76,11 +76,8 @@ class ParamStepCache:
     made anew where they changed, and is never saved or copied.
 
     Attributes:
-        param: The parameter.
         shape: Shape of the whole parameter, which decides whether torch updates it.
-        config: Config of the optimizer when the cache was made.
         position: Position in the parameter groups, from 1 on.
-        sharded: Whether parameter and states are DTensors.
         prepared: Tensors for the kernel; None where torch updates the parameter. Then nothing below
             is set.
         find: Function from the entry to the tensors of the states, in the order of ``prepare``, and
@@ -89,7 +86,7 @@ class ParamStepCache:
         first_group: Number of the first local group of elements in the whole parameter.
         step_on_cpu: Whether the step is an fp32 number on the CPU, as torch makes them.
         group: Number of the parameter group.
-        count: The step after :func:`advance`.
+        count: The step after ``_advance``.
         is_first: Whether the states were made in this step.
     """
 
@@ -110,16 +107,9 @@ class ParamStepCache:
     def current(
         self, param: Tensor, entry: Mapping[str, Any], config: OptimizerQuantization
     ) -> list[Any] | None:
-        """Return the tensors for the kernel if they are those of the last step, each where it was.
+        """Return the local tensors for the kernel if they are where they were in the last step.
 
-        Args:
-            param: Parameter at this position.
-            entry: Its states; not used where torch updates it.
-            config: Config of the optimizer.
-
-        Returns:
-            The local tensors that were prepared; none where torch updates the parameter. None if
-            the cache must be made anew.
+        No tensors where torch updates the parameter; None if the cache must be made anew.
         """
         if self.param() is not param or self.config is not config:
             return None
@@ -145,16 +135,9 @@ class ParamStepCache:
         names: Sequence[str],
         formats: Sequence[StateFormat],
     ) -> list[Tensor]:
-        """Prepare the tensors for the kernel.
+        """Prepare the tensors for the kernel and return them; those of no dimension as ``[1]``.
 
-        Args:
-            local: Shard of the parameter, ``[D, ...]`` or without dimensions; contiguous.
-            entry: States of the parameter.
-            names: Names of the states.
-            formats: Formats of the states.
-
-        Returns:
-            The same as :meth:`current`, with views of tensors without dimensions.
+        ``local`` is the shard of the parameter, contiguous.
         """
         pairs = zip(names, formats, strict=True)
         keys = [key for name, fmt in pairs for key in part_names(name, fmt)]
@@ -171,7 +154,7 @@ class ParamStepCache:
         return tensors
 
 
-def advance(caches: Sequence[ParamStepCache]) -> None:
+def _advance(caches: Sequence[ParamStepCache]) -> None:
     """Add one to the step counters of parameters whose entries have one, and read them."""
     caches_on_cpu, on_cpu = [], []
     for cache in caches:
@@ -235,11 +218,7 @@ class QuantizedOptimizer(Optimizer):
 
     @classmethod
     def check_group(cls, group: Mapping[str, Any]) -> None:
-        """Refuse hyperparameters that are not supported.
-
-        Raises:
-            ValueError: A parameter group has one.
-        """
+        """Raise ``ValueError`` for hyperparameters that are not supported."""
         for flag, reason in _UNSUPPORTED.items():
             if group.get(flag):
                 raise ValueError(f"{cls.__name__}({flag}=True) is not supported: {reason}")
@@ -258,9 +237,6 @@ class QuantizedOptimizer(Optimizer):
             config: Formats, and the choice of states that stay in fp32.
             full_precision: Further parameters whose states stay in fp32, with the reason.
             names: Names of parameters, for the plan.
-
-        Raises:
-            ValueError: A parameter group has hyperparameters that are not supported.
         """
         for group in self.param_groups:
             self.check_group(group)
@@ -288,12 +264,12 @@ class QuantizedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle, or take what ``load_state_dict`` read."""
-        entries = state.get("state")
-        if entries is not None and any(
-            isinstance(value, DeferredState) for value in entries.values()
-        ):
-            check_saved(state["param_groups"], entries, self.quantization_config)
-            state = {**state, "state": self._adopt_all(entries)}
+        entries = state.get("state") or {}
+        deferred = {p: value for p, value in entries.items() if isinstance(value, DeferredState)}
+        if deferred:
+            check_saved(state["param_groups"], deferred, self.quantization_config)
+            adopted = {param: self._adopt(param, value.entry) for param, value in deferred.items()}
+            state = {**state, "state": defaultdict(dict, {**entries, **adopted})}
             for group in state["param_groups"]:
                 group[STAMP] = self.quantization_config.stamp
         super().__setstate__(state)
@@ -456,9 +432,8 @@ class QuantizedOptimizer(Optimizer):
                 )
 
     def _launch(self, batch: _Batch) -> None:
-        """Update the parameters of a batch."""
         config, caches = self.quantization_config, batch.caches
-        advance(caches)
+        _advance(caches)
         keys = [(cache.group, cache.count, cache.is_first) for cache in caches]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         scalars = torch.tensor(
@@ -520,14 +495,6 @@ class QuantizedOptimizer(Optimizer):
         for group in result["param_groups"]:
             group.pop(STAMP, None)
         return result
-
-    def _adopt_all(self, entries: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for param, value in entries.items():
-            state[param] = (
-                self._adopt(param, value.entry) if isinstance(value, DeferredState) else value
-            )
-        return state
 
     def _adopt(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Turn an entry of a checkpoint, or one of torch's optimizer, into one of ours."""

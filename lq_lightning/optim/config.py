@@ -90,11 +90,7 @@ class OptimizerQuantization:
 
 
 def check_stamp(saved: str, config: OptimizerQuantization) -> None:
-    """Make sure that codes of a checkpoint can be read.
-
-    Raises:
-        ValueError: They are of another version or format.
-    """
+    """Raise ``ValueError`` for codes of a checkpoint in another version or format."""
     version = saved.split("/")[0]
     if version != str(FORMAT_VERSION):
         raise ValueError(

@@ -22,7 +22,12 @@ _LION_KEYS = {"params", "param_names", "lr", "initial_lr", "betas", "weight_deca
 _SCHEDULER_MARK = "_wrapped_by_lr_sched"  # on the function that a scheduler puts in place of `step`
 
 
-def _adam_scalars(group: Mapping[str, Any], step: int, decoupled: bool) -> list[float]:
+def _adam_rule(group: Mapping[str, Any]) -> str:
+    # groups of AdamW have it too, also those of states saved by older torch, which sets it then
+    return "adamw" if group["decoupled_weight_decay"] else "adam"
+
+
+def _adam_scalars(group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     sign = -1.0 if group["maximize"] else 1.0
@@ -30,7 +35,7 @@ def _adam_scalars(group: Mapping[str, Any], step: int, decoupled: bool) -> list[
     root = math.sqrt(1.0 - beta2**step)
     size = lr * root / (1.0 - beta1**step)
     eps = float(group["eps"]) * root
-    decay = 1.0 - lr * decay if decoupled else sign * decay
+    decay = 1.0 - lr * decay if group["decoupled_weight_decay"] else sign * decay
     return [beta1, sign * (1.0 - beta1), beta2, 1.0 - beta2, eps, 0.0, decay, size]
 
 
@@ -63,6 +68,7 @@ class QuantizedAdam(QuantizedOptimizer, torch.optim.Adam):
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
+    _rule, _scalars = staticmethod(_adam_rule), staticmethod(_adam_scalars)
     torch_class = torch.optim.Adam
 
     def __init__(
@@ -80,12 +86,6 @@ class QuantizedAdam(QuantizedOptimizer, torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
         self.enable_quantization(quantization or OptimizerQuantization(), excluded(full_precision))
 
-    def _rule(self, group: Mapping[str, Any]) -> str:
-        return "adamw" if group["decoupled_weight_decay"] else "adam"
-
-    def _scalars(self, group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
-        return _adam_scalars(group, step, group["decoupled_weight_decay"])
-
 
 class QuantizedAdamW(QuantizedOptimizer, torch.optim.AdamW):
     """AdamW with quantized moments, otherwise like ``torch.optim.AdamW``.
@@ -95,6 +95,7 @@ class QuantizedAdamW(QuantizedOptimizer, torch.optim.AdamW):
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
+    _rule, _scalars = staticmethod(_adam_rule), staticmethod(_adam_scalars)
     torch_class = torch.optim.AdamW
 
     def __init__(
@@ -111,12 +112,6 @@ class QuantizedAdamW(QuantizedOptimizer, torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
         self.enable_quantization(quantization or OptimizerQuantization(), excluded(full_precision))
-
-    def _rule(self, group: Mapping[str, Any]) -> str:
-        return "adamw"
-
-    def _scalars(self, group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
-        return _adam_scalars(group, step, decoupled=True)
 
 
 class QuantizedSGD(QuantizedOptimizer, torch.optim.SGD):
@@ -159,11 +154,7 @@ class QuantizedSGD(QuantizedOptimizer, torch.optim.SGD):
 
     @classmethod
     def check_group(cls, group: Mapping[str, Any]) -> None:
-        """Refuse SGD without momentum.
-
-        Raises:
-            ValueError: There is no state to quantize.
-        """
+        """Raise ``ValueError`` for SGD without momentum, too."""
         super().check_group(group)
         if not group["momentum"]:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,17 +24,11 @@ STEP = "step"
 
 
 def zero_state(param: Tensor, name: str, fmt: StateFormat) -> dict[str, Tensor]:
-    """Allocate a state of zeros.
+    """Allocate a state of zeros, placed like the parameter ``[D, ...]``.
 
-    Args:
-        param: ``[D, ...]``, a DTensor or not.
-        name: Name of the state, such as ``exp_avg``.
-        fmt: Format of the state.
-
-    Returns:
-        ``{name}_codes`` uint8 with the shape of the parameter, ``{name}_scale`` bf16 and, for
-        ``expanded_fp8``, ``{name}_exponent`` uint8 with shape ``[D, groups of a row]``; for
-        ``float32`` just ``{name}``. All are placed like the parameter.
+    ``{name}_codes`` uint8 with the shape of the parameter, ``{name}_scale`` bf16 and, for
+    ``expanded_fp8``, ``{name}_exponent`` uint8 with shape ``[D, groups of a row]``; for ``float32``
+    just ``{name}``.
     """
     local = local_tensor(param)
     if not fmt.quantized:
@@ -118,11 +113,11 @@ def _adopted(value: Tensor, param: Tensor, dtype: torch.dtype, shape: torch.Size
 # --- checkpoints --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
 class DeferredState:
     """Hides a parameter's entry from the casts of ``Optimizer.load_state_dict``."""
 
-    def __init__(self, entry: Mapping[str, Any]) -> None:
-        self.entry = entry
+    entry: Mapping[str, Any]
 
 
 def defer_entries(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -136,11 +131,7 @@ def check_saved(
     entries: Mapping[Any, DeferredState],
     config: OptimizerQuantization,
 ) -> None:
-    """Make sure that saved codes can be read.
-
-    Raises:
-        ValueError: They have another version or format, or the saved groups name none.
-    """
+    """Raise ``ValueError`` for saved codes of another version or format, or an unnamed one."""
     for group in groups:
         if STAMP in group:
             check_stamp(group[STAMP], config)

@@ -258,9 +258,9 @@ def check_triton(
 
     fmt, dtype, shape = parse_format(text), dy.dtype, x.shape
     to = lambda t: place(t, device)  # noqa: E731
-    expected = reference.quantize(x, up, activation, fmt, True)
+    expected = activation_quantize(x, up, activation, text, True)
     made = op._fake_quantize(to(x), to(up), activation, text, True)
-    triton_kernels.launch_quantize(to(x), to(up), activation, fmt, *made, tile=tile)
+    triton_kernels.launch("quantize", (to(x), to(up), *made), activation, fmt, tile)
     assert torch.equal(made[1].cpu(), expected[1])
     assert torch.equal(made[2].cpu(), expected[2])
     factor = 1.0 if up is None else up.double().nan_to_num(0, 0, 0)
@@ -269,20 +269,21 @@ def check_triton(
     assert torch.equal(made[3].cpu().nan_to_num(-1)[0], largest.cpu().nan_to_num(-1))
 
     messages = [None if m.shape == (0, 0) else m for m in expected[1:3]]
-    rebuilt = reference.dequantize(*messages, *shape, activation, fmt, dtype)
+    rebuilt = activation_dequantize(*expected[1:3], *shape, activation, text, dtype)
     rows, numel = shape
     arguments = (*(to(m) for m in expected[1:3]), rows, numel, activation, text, dtype)
     y = to(torch.empty(shape, dtype=dtype))
-    triton_kernels.launch_dequantize(*map(to, messages), activation, fmt, y, tile=tile)
+    triton_kernels.launch("dequantize", (*map(to, messages), y), activation, fmt, tile)
     x = decode_matrix(expected[1], rows, numel, fmt).double().nan_to_num()
     factor = 1.0
     if up is not None:
         factor = decode_matrix(expected[2], rows, numel, fmt).double().nan_to_num()
     same(y, rebuilt, (x * factor).abs())
 
-    gradients = reference.backward(*messages, dy, activation, fmt, True)
+    gradients = activation_backward(*expected[1:3], dy, activation, text, True)
     out = op._fake_backward(*arguments[:2], to(dy), activation, text, True)
-    triton_kernels.launch_backward(*map(to, messages), to(dy), activation, fmt, *out, tile=tile)
+    tensors = (*map(to, messages), to(dy), *out)
+    triton_kernels.launch("backward", tensors, activation, fmt, tile)
     slope = (dy.double() * factor).abs()
     same(out[0], gradients[0], slope if activation != "relu2" else slope * x.abs())
     if up is not None:
@@ -362,7 +363,7 @@ class TestTriton:
     def test_operators_launch_the_kernels(self) -> None:
         x, up = (place(t, "cuda") for t in halves(3, 256, torch.bfloat16))
         y, *messages, amax = activation_quantize(x, up, "relu", FOUR, True)
-        expected = reference.quantize(x.cpu(), up.cpu(), "relu", parse_format(FOUR), True)
+        expected = activation_quantize(x.cpu(), up.cpu(), "relu", FOUR, True)
         for made, truth in zip((y, *messages, amax), expected, strict=True):
             assert torch.equal(made.cpu(), truth)
         rebuilt = activation_dequantize(*messages, 3, 256, "relu", FOUR, torch.float32)

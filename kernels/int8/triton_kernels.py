@@ -1,6 +1,7 @@
-"""Triton kernels of ``int8_matmul``: with scales in the epilogue, which cuBLASLt has for FP8 only.
+"""Triton kernels of ``int8_quantize`` and ``int8_matmul``.
 
-Shape legend: a result ``[M, N]`` of sums over K16 values.
+Products have scales in the epilogue, which cuBLASLt has for FP8 only. A result is ``[M, N]``, of
+sums over K16 values.
 """
 
 from __future__ import annotations
@@ -15,10 +16,145 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lq_lightning.kernels.int8.reference import FINER, FIRST
-from lq_lightning.kernels.message.launch import on_device
+from lq_lightning.kernels.float8.triton_kernels import split_four
+from lq_lightning.kernels.int8.reference import FINER, FIRST, LEVELS, MIN_LARGEST, step_norm
+from lq_lightning.kernels.message.launch import MAX_GRID_Y, on_device, row_stride
 from lq_lightning.kernels.message.launch_cache import Launch
-from lq_lightning.kernels.message.triton_blocks import round_output
+from lq_lightning.kernels.message.triton_blocks import (
+    hadamard,
+    load_run,
+    round_output,
+    select_bytes,
+)
+
+_LEVELS, _FINER = tl.constexpr(LEVELS), tl.constexpr(FINER)
+_FIRST, _TO_FIRST = tl.constexpr(FIRST), tl.constexpr(1.0 / FINER)
+_MIN_LARGEST = tl.constexpr(MIN_LARGEST)
+# Added to a number of magnitude below 2**22, it rounds it to an integer, in the low bits.
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)
+# Values of a row that are kept in registers between its largest magnitude and its codes.
+MAX_BLOCK = 16384
+# Consecutive values of a thread.
+_RUN = 32
+
+
+@triton.jit
+def _magnitude_bits(x):
+    """Bits of magnitudes, whose order is theirs, with NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _load(row_ptr, start, numel, BLOCK: tl.constexpr, RUN: tl.constexpr):
+    VECTOR: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
+    return load_run(row_ptr + start, numel - start, BLOCK, VECTOR, RUN, False).to(tl.float32)
+
+
+@triton.jit
+def _store_levels(y, row_ptr, start, width, BLOCK: tl.constexpr):
+    """Round values below ``2**22`` to int8, and write those before column ``width``."""
+    a, b, c, d = split_four((y + _ROUNDER).to(tl.int32, bitcast=True), BLOCK)
+    low, high = select_bytes(a, b, 0x5140), select_bytes(c, d, 0x5140)
+    word = start // 4 + tl.arange(0, BLOCK // 4)
+    target = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word
+    tl.store(target, select_bytes(low, high, 0x5410), word < width // 4)
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    second_ptr,
+    largest_ptr,
+    stride,
+    rows,
+    numel,
+    width,
+    length,
+    step_norm,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    RUN: tl.constexpr,
+    AMAX: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    """Quantize a row of ``TILES`` times ``BLOCK`` values; if of one tile, it is read once.
+
+    ``width`` is that of the results, ``length`` of sequences.
+    """
+    row = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    if row < rows:
+        source = x_ptr + row * stride
+        x = _load(source, 0, numel, BLOCK, RUN)
+        values = hadamard(x, BLOCK, HADAMARD, RUN)
+        largest = tl.max(_magnitude_bits(values), 0)
+        largest_x = tl.max(_magnitude_bits(x), 0)
+        for tile in tl.static_range(1, TILES):
+            x = _load(source, tile * BLOCK, numel, BLOCK, RUN)
+            values = hadamard(x, BLOCK, HADAMARD, RUN)
+            largest = tl.maximum(largest, tl.max(_magnitude_bits(values), 0))
+            largest_x = tl.maximum(largest_x, tl.max(_magnitude_bits(x), 0))
+        if AMAX:
+            most = largest_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            # Most programs change nothing: a look, even at an old value, saves their atomics.
+            if largest_x > tl.load(most):
+                tl.atomic_max(most, largest_x, sem="relaxed")
+        finite = largest < 0x7F800000
+        size = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
+        inverse = tl.div_rn(_LEVELS, tl.maximum(size, _MIN_LARGEST))
+        scale = tl.maximum(size, _MIN_LARGEST) * step_norm
+        tl.store(scale_ptr + row, tl.where(finite, scale, float("nan")))
+        if SECOND:
+            within = row % length
+            target = second_ptr + (row // length * _FIRST + within) * width
+        for tile in tl.static_range(TILES):
+            if TILES > 1:
+                x = _load(source, tile * BLOCK, numel, BLOCK, RUN)
+                values = hadamard(x, BLOCK, HADAMARD, RUN)
+            y = tl.where(finite, values * inverse, 0.0)
+            _store_levels(y, q_ptr + row * width, tile * BLOCK, width, BLOCK)
+            if SECOND:  # noqa: SIM102 - a constant, with which `within` exists
+                if within < _FIRST:
+                    rest = (y - ((y + _ROUNDER) - _ROUNDER)) * _FINER
+                    _store_levels(rest, target, tile * BLOCK, width, BLOCK)
+
+
+def launch_quantize(
+    tensors: tuple[Tensor, ...], hadamard_size: int, length: int, *, block: int = MAX_BLOCK
+) -> Callable[..., None]:
+    """Launch the kernel on the tensors and results of the operator.
+
+    ``block`` limits the values of a row kept in registers, for tests. Returns a launch on other
+    tensors alike.
+    """
+    x, q, _, second, largest = tensors
+    rows, numel = x.shape
+    block = min(block, max(256, triton.next_power_of_2(numel)))
+    launch_rows = Launch(
+        quantize_kernel,
+        (min(rows, MAX_GRID_Y), triton.cdiv(rows, MAX_GRID_Y)),
+        (row_stride(x, 0), rows, numel, q.shape[1], length, step_norm(hadamard_size)),
+        {
+            "BLOCK": block,
+            "TILES": max(1, triton.cdiv(numel, block)),
+            "HADAMARD": hadamard_size,
+            "RUN": _RUN,
+            "AMAX": largest.numel() > 0,
+            "SECOND": second.numel() > 0,
+            "num_warps": max(1, block // (_RUN * 32)),
+            "enable_fp_fusion": False,
+        },
+    )
+
+    def launch(*tensors: Tensor) -> None:
+        tensors[-1].zero_()
+        if rows:
+            launch_rows(*tensors)
+
+    launch(*tensors)
+    return launch
 
 
 class ProductTile(NamedTuple):
@@ -62,7 +198,6 @@ def choose_product_tile(rows: int, columns: int, length: int, processors: int) -
     return _TALL if max(columns, length) > 2 * min(columns, length) else _WIDE
 
 
-_FIRST, _TO_FIRST = tl.constexpr(FIRST), tl.constexpr(1.0 / FINER)
 # Tiles of so many rows in a row of tiles follow each other, to find operands in the L2 cache.
 _GROUP = 8
 
@@ -169,20 +304,13 @@ def _processors(device: torch.device) -> int:
 
 
 def launch_products(
-    q: Tensor,
-    scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    second: Tensor,
-    length: int,
-    out: Tensor,
-    *,
-    tile: ProductTile | None = None,
+    tensors: tuple[Tensor, ...], length: int, *, tile: ProductTile | None = None
 ) -> Callable[..., None]:
-    """Launch the kernels with the operator's arguments and result; ``tile`` overrides the table.
+    """Launch the kernels on the operator's tensors and result; ``tile`` overrides the table.
 
-    Returns what does the same with other tensors alike.
+    Returns a launch on other tensors alike.
     """
+    q, _, w, _, second, out = tensors
     (M, K16), N = q.shape, w.shape[0]
     processors = _processors(q.device)
     # what TMA demands
@@ -192,9 +320,8 @@ def launch_products(
     seconds = _pointer_launch(second.shape[0], N, K16, length, SECOND_TILE)
     chosen = tile or choose_product_tile(M, N, K16, processors)
 
-    def launch(
-        q: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, second: Tensor, out: Tensor
-    ) -> None:
+    def launch(q: Tensor, *others: Tensor) -> None:
+        scale, w, w_scale, second, out = others
         if out.numel() == 0:
             return
         if processors and aligned:
@@ -204,7 +331,7 @@ def launch_products(
         if second.shape[0]:
             seconds(second, scale, w, w_scale, out)
 
-    launch(q, scale, w, w_scale, second, out)
+    launch(*tensors)
     return launch
 
 
