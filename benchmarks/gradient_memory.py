@@ -1,10 +1,9 @@
-"""Memory and time of gradient accumulation in fp32 and in 8 bits, and the speed of its kernels.
+"""Memory and time of gradient accumulation in fp32 and in 8 bits.
 
 A GPT runs one window of micro-batches per variant; on several ranks FSDP2 shards it and reduces
 once, at the end of the window, so that every rank holds whole gradients in between. `held` is what
 `torch.cuda.memory_allocated` grew by from before the window to after its last micro-batch but one,
-`peak` what `max_memory_allocated` did over the window. Before anything is timed, the kernels are
-compared with their CPU reference, bit by bit. Needs a GPU. Examples::
+`peak` what `max_memory_allocated` did over the window. Needs a GPU. Examples::
 
     python benchmarks/gradient_memory.py --json gradient_memory.json
     torchrun --nproc-per-node 4 benchmarks/gradient_memory.py
@@ -15,28 +14,18 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import copy_bandwidth, table, time_cuda_calls, write_report
+from common import table, write_report
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lq_lightning.data_parallel import QuantizedGradientBuffer
-from lq_lightning.kernels.accumulate import (
-    accumulate_,
-    buffer_layout,
-    read_accumulated_,
-    reference,
-)
-
-GPU_SIZES = (1 << 20, 1 << 24, 1 << 26)
-CHECKED_NUMEL = (1 << 20) + 777
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,67 +43,6 @@ class Window:
     peak_bytes_per_parameter: float
     window_ms: float
     gradient_norm: float
-
-
-def check_kernels() -> None:
-    """Compare the CUDA kernels with the CPU reference.
-
-    Raises:
-        AssertionError: A bit differs.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        layout = buffer_layout(CHECKED_NUMEL)
-        expected = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
-        actual = expected.cuda()
-        for index in range(3):
-            term = torch.randn(CHECKED_NUMEL, generator=generator)
-            term *= 10.0 ** torch.randint(-8, 8, (CHECKED_NUMEL,), generator=generator)
-            term[index * 100 :: 4096] = (float("nan"), float("inf"), 0.0)[index]
-            term = term.to(dtype)
-            reference.accumulate_(expected, term, index == 0)
-            accumulate_(actual, term.cuda(), index == 0)
-            if not torch.equal(actual.cpu(), expected):
-                raise AssertionError(f"accumulate_ of {dtype}: bits differ after term {index}")
-        out = torch.ones(CHECKED_NUMEL, dtype=dtype)
-        on_gpu = out.cuda()
-        reference.read_accumulated_(expected, out, True)
-        read_accumulated_(actual, on_gpu, True)
-        if not torch.equal(on_gpu.cpu().nan_to_num(7.0), out.nan_to_num(7.0)):
-            raise AssertionError(f"read_accumulated_ to {dtype}: bits differ")
-
-
-def kernel_rows() -> list[dict[str, float | int | str]]:
-    """Time the kernels, each call on a buffer of its own."""
-    copy = copy_bandwidth()
-    rows: list[dict[str, float | int | str]] = []
-    for numel in GPU_SIZES:
-        nbytes = buffer_layout(numel).nbytes
-        copies = max(1, (1 << 28) // (4 * numel))
-        values = [torch.randn(numel, device="cuda") for _ in range(copies)]
-        buffers = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in values]
-        moved = {"accumulate": 4 * numel + 2 * nbytes, "read and add": 8 * numel + nbytes}
-        calls: dict[str, list[Callable[[], object]]] = {
-            "accumulate": [
-                lambda b=b, v=v: accumulate_(b, v, False)  # type: ignore[misc]
-                for b, v in zip(buffers, values, strict=True)
-            ],
-            "read and add": [
-                lambda b=b, v=v: read_accumulated_(b, v, True)  # type: ignore[misc]
-                for b, v in zip(buffers, values, strict=True)
-            ],
-        }
-        for name, of_name in calls.items():
-            seconds = time_cuda_calls(of_name)
-            rows.append(
-                {
-                    "kernel": name,
-                    "numel": numel,
-                    "us": 1e6 * seconds,
-                    "share_of_copy": moved[name] / seconds / copy,
-                }
-            )
-    return rows
 
 
 def build(args: argparse.Namespace) -> tuple[nn.Module, int]:
@@ -179,7 +107,7 @@ def measure(args: argparse.Namespace, quantized: bool) -> Window:
 
 
 def main() -> None:
-    """Check, measure, print, write JSON."""
+    """Measure, print, write JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -194,15 +122,8 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world > 1:
         dist.init_process_group("nccl")
-    check_kernels()
-    kernels = kernel_rows()
     windows = {name: measure(args, name == "8-bit") for name in ("fp32", "8-bit")}
     if world == 1 or dist.get_rank() == 0:
-        cells = [
-            [r["kernel"], r["numel"], f"{r['us']:.1f}", f"{r['share_of_copy']:.2f}"]
-            for r in kernels
-        ]
-        print(table(cells, ["kernel", "elements", "us", "share of copy"]))
         rows = [
             [name, *(f"{value:.3f}" for value in asdict(w).values())] for name, w in windows.items()
         ]
@@ -211,7 +132,6 @@ def main() -> None:
             "world_size": world,
             "model": {name: getattr(args, name) for name in ("layers", "hidden", "seq", "batch")},
             "micro_batches": args.micro_batches,
-            "kernels": kernels,
             "windows": {name: asdict(w) for name, w in windows.items()},
         }
         write_report(args.json, "gradient_memory", results)

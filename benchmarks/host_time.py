@@ -20,7 +20,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -53,15 +53,13 @@ from lq_lightning.data_parallel import (
 from lq_lightning.data_parallel.communication import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.foundation import streams
-from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch_cache import keep_call
+from lq_lightning.kernels.message import operators
 
 PARTS: dict[str, tuple[type, str]] = {
     "reductions": (TwoLevelReduceScatter, "__call__"),
     "exchanges": (ExchangeSchedule, "run"),
 }
 KERNELS = ("quantize", "dequantize", "requantize")
-SEEDS = {"quantize": 3, "requantize": 4}  # which argument is one
 
 
 @dataclass(slots=True)
@@ -87,20 +85,10 @@ class Row:
     us_per_unit: dict[str, float] = field(default_factory=dict)
 
 
-def launched(name: str) -> Callable[..., None]:
-    """Return what an operator does for CUDA tensors, in place of its reference on a CPU."""
-    operator = import_module(f"lq_lightning.kernels.{name}.op")
-    kernels = import_module(f"lq_lightning.kernels.{name}.triton_kernels")
-    launch = getattr(kernels, f"launch_{name}")
-
-    def first_time(*arguments: Any) -> None:
-        made = launch(*arguments)
-        key = [str(a) if isinstance(a, MessageFormat) else a for a in arguments]
-        if name in SEEDS:  # which are not in the key
-            del key[SEEDS[name]]
-        keep_call(operator._key(*key), (), made)
-
-    return first_time
+def launched(name: str, key: Hashable, out: Tensor, *arguments: Any) -> None:
+    """Do for a CPU tensor what an operator does for a CUDA tensor."""
+    kernels = import_module("lq_lightning.kernels.message.triton_kernels")
+    operators.cache_call(key, (), getattr(kernels, f"launch_{name}")(*arguments))
 
 
 class Launcher:
@@ -154,11 +142,9 @@ def pretended_gpu() -> Iterator[None]:
             sums: Callable[..., Tensor] = lambda tensors: torch.zeros(len(tensors)).long()  # noqa: E731
         else:
             driver.set_active(hopper())
-            for name in KERNELS:
-                reference = import_module(f"lq_lightning.kernels.{name}.op").cpu
-                stack.enter_context(mock.patch.object(reference, name, launched(name)))
+            stack.enter_context(mock.patch.object(operators, "_compute", launched))
             plain = lambda tensor: type(tensor) is Tensor  # noqa: E731
-            stack.enter_context(mock.patch.object(functional, "_may_repeat", plain))
+            stack.enter_context(mock.patch.object(functional, "_may_relaunch", plain))
             sums = import_module("lq_lightning.kernels.checksum.triton_kernels").launch_checksums
         stack.enter_context(mock.patch.object(replica, "checksums", sums))
         nowhere = no_stream()

@@ -38,7 +38,7 @@ from lq_lightning.kernels.float8.triton_kernels import (
     rebuild_kind,
 )
 from lq_lightning.kernels.message import parse_format
-from lq_lightning.kernels.message.launch_cache import forget_calls
+from lq_lightning.kernels.message.operators import clear_cached_calls
 
 TABLE = REPOSITORY / "kernels" / "float8" / "triton_kernels.py"
 SOURCES = {"codes": "codes", "norm": "norm", "activation": "swiglu"}
@@ -78,7 +78,7 @@ def candidates(kind: str) -> Iterator[Tile]:
 
 def force(kind: str, tile: Tile) -> None:
     """Make every launch of a kind of kernel use ``tile``."""
-    forget_calls()
+    clear_cached_calls()
     if isinstance(tile, CastTile):
         triton_kernels.CAST_TILE = tile
     else:

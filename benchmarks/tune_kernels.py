@@ -41,7 +41,7 @@ from lq_lightning.kernels.message import triton_kernels as dequantize_kernels
 from lq_lightning.kernels.message import triton_kernels as quantize_kernels
 from lq_lightning.kernels.message import triton_kernels as requantize_kernels
 from lq_lightning.kernels.message.launch import TILES, Tile
-from lq_lightning.kernels.message.launch_cache import forget_calls
+from lq_lightning.kernels.message.operators import clear_cached_calls
 
 TABLE = REPOSITORY / "kernels" / "message" / "launch.py"
 PLAIN_4 = CodecSpec(code="int4", group_size=128)
@@ -122,7 +122,7 @@ def candidates(kind: str, size_class: int) -> list[Tile]:
 
 def force(tile: Tile | None) -> None:
     """Make every launch use ``tile``; None for the choice of the table."""
-    forget_calls()
+    clear_cached_calls()
     for module in (
         quantize_kernels,
         dequantize_kernels,

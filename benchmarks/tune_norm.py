@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.activation_kernels import Case, norm_case, rotating_calls
 from benchmarks.common import REPOSITORY, time_cuda_calls, write_report
-from lq_lightning.kernels.message.launch_cache import forget_calls
+from lq_lightning.kernels.message.operators import clear_cached_calls
 from lq_lightning.kernels.norm import triton_backward, triton_forward
 from lq_lightning.kernels.norm.tiles import SCHEDULES, Schedule
 
@@ -65,7 +65,7 @@ def cases(operator: str) -> list[Case]:
 
 def force(schedule: Schedule) -> None:
     """Make every launch use ``schedule``."""
-    forget_calls()
+    clear_cached_calls()
     for module in (triton_forward, triton_backward):
         module.choose_schedule = lambda *_: schedule  # type: ignore[attr-defined]
 

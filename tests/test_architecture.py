@@ -59,6 +59,7 @@ DEEPER_CLASSES = {
 }
 # Files of up to 800 lines, and why each is one file.
 LONG_FILES: dict[str, str] = {
+    "lq_lightning.kernels.message.reference": "the codec in torch, read beside its Triton twins",
     "lq_lightning.strategies.fully_sharded": "fifty hooks of Lightning, passed on to parts",
 }
 

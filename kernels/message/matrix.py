@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.message.operators import check_message
-from lq_lightning.kernels.message.rows import dequantize, quantize
+from lq_lightning.kernels.message.reference import dequantize, quantize
 
 from .format import MessageFormat, parse_format
 

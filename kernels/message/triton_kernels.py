@@ -118,7 +118,7 @@ def launch_quantize(
     *,
     tile: Tile | None = None,
 ) -> Callable[..., None]:
-    """Launch the kernel; arguments as for ``rows.quantize``, ``tile`` overrides the table.
+    """Launch the kernel; arguments as for ``reference.quantize``, ``tile`` overrides the table.
 
     Returns what launches it again, given ``x``, ``reference``, ``out`` and the words of the seed.
     """
@@ -263,7 +263,7 @@ def launch_dequantize(
     *,
     tile: Tile | None = None,
 ) -> Callable[..., None]:
-    """Launch the kernel; arguments as for ``rows.dequantize``, ``tile`` overrides the table.
+    """Launch the kernel; arguments as for ``reference.dequantize``, ``tile`` overrides the table.
 
     Returns what launches it again, given ``message`` and ``out``.
     """
@@ -303,20 +303,34 @@ def launch_dequantize(
 
 @triton.jit
 def _requantize_tile(
-    row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, messages, out, encoding, constants
+    row,
+    start,
+    numel,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    messages,
+    matrices,
+    encoding,
+    constants,
 ):
     SOURCE: tl.constexpr = constants[0]
     TARGET: tl.constexpr = constants[1]
     UNROLLED: tl.constexpr = constants[2]
-    RUN: tl.constexpr = constants[4]
+    ADD: tl.constexpr = constants[3]
+    RUN: tl.constexpr = constants[5]
     message_ptr, row_stride, skip, message_stride, num_messages, int_to_float = messages
-    out_ptr, out_stride = out
+    added_ptr, added_stride, out_ptr, out_stride = matrices
     range_ptr, seed_a, seed_b = encoding
     source = row + tl.where(row >= skip, 1, 0)
     messages = (message_ptr + source * row_stride, message_stride, num_messages, int_to_float)
     x = _reduce_tile(messages, start, numel, BLOCK, FULL, SOURCE, UNROLLED, RUN)
     SAME: tl.constexpr = SOURCE.hadamard_size == TARGET.hadamard_size
     NORM: tl.constexpr = 1.0 if SAME else TARGET.forward_norm
+    if ADD:
+        added = _load(added_ptr + row * added_stride + start, numel - start, BLOCK, RUN, FULL)
+        x += hadamard(added.to(tl.float32), BLOCK, TARGET.hadamard_size, RUN) * TARGET.forward_norm
+        # The sum may replace its message. Threads share scales: all have read before one writes.
+        tl.debug_barrier()
     if not SAME and SOURCE.hadamard_size > 0:
         x = hadamard(x, BLOCK, SOURCE.hadamard_size, RUN) * SOURCE.inverse_norm
     if not FULL:
@@ -328,7 +342,7 @@ def _requantize_tile(
         x = hadamard(x, BLOCK, TARGET.hadamard_size, RUN)
     encode_pass(
         *(x, out_ptr + row * out_stride, range_ptr, row, start, numel, numel, seed_a, seed_b),
-        *(BLOCK, TARGET, NORM, FULL, constants[3]),
+        *(BLOCK, TARGET, NORM, FULL, constants[4]),
     )
 
 
@@ -338,10 +352,12 @@ _NOT_SPECIALIZED = ["num_messages", "rows", "skip", "tiles", "int_to_float", "se
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def requantize_rows_kernel(
     message_ptr,
+    added_ptr,
     out_ptr,
     range_ptr,
     message_stride,
     row_stride,
+    added_stride,
     out_stride,
     num_messages,
     rows,
@@ -355,14 +371,17 @@ def requantize_rows_kernel(
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     UNROLLED: tl.constexpr,
+    ADD: tl.constexpr,
     WIDEN: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Sum ``tiles`` tiles of one row and encode them: unpack -> sum -> scale -> pack."""
+    """Sum ``tiles`` tiles of one row and encode them: unpack -> sum [-> add] -> scale -> pack."""
     messages = (message_ptr, row_stride, skip, message_stride, num_messages, int_to_float)
     for_each_tile(
-        *(_requantize_tile, rows, tiles, numel, BLOCK, (messages, (out_ptr, out_stride))),
-        *(((range_ptr, seed_a, seed_b),), ((SOURCE, TARGET, UNROLLED, WIDEN, RUN),)),
+        *(_requantize_tile, rows, tiles, numel, BLOCK),
+        (messages, (added_ptr, added_stride, out_ptr, out_stride)),
+        ((range_ptr, seed_a, seed_b),),
+        ((SOURCE, TARGET, UNROLLED, ADD, WIDEN, RUN),),
     )
 
 
@@ -374,18 +393,22 @@ def launch_requantize(
     seed: int,
     out: Tensor,
     skip: int | None = None,
+    added: Tensor | None = None,
     *,
     tile: Tile | None = None,
 ) -> Callable[..., None]:
-    """Launch the kernel; arguments as for ``rows.requantize``, ``tile`` overrides the table.
+    """Launch the kernel; arguments as for ``reference.requantize``, ``tile`` overrides the table.
 
-    Returns what launches it again, given ``message``, ``out`` and the words of the seed.
+    Returns what launches it again, given ``message``, ``added``, ``out`` and the words of the seed.
     """
     num_messages, rows = message.shape[0], out.shape[0]
     if rows == 0 or numel == 0:
         return launch_nothing
     if tile is None:
         kind = "requantize" if num_messages <= UNROLLED_MESSAGES else "requantize many"
+        if added is not None:  # reads and writes as much as a difference does
+            kind = f"difference {8 * added.element_size()}"
+            kind += " hadamard" if target.hadamard_size else ""
         multiple = max(source.block_multiple, target.block_multiple)
         tile = choose_tile(kind, multiple, rows * numel, message.device)
     chosen = tile
@@ -395,7 +418,8 @@ def launch_requantize(
             requantize_rows_kernel,
             row_grid(rows, target.layout(numel).padded_numel, chosen),
             (
-                *(row_stride(message, 0), row_stride(message, 1), row_stride(out, 0)),
+                *(row_stride(message, 0), row_stride(message, 1)),
+                *(0 if added is None else row_stride(added, 0), row_stride(out, 0)),
                 *(num_messages, rows, rows if skip is None else skip, chosen.tiles, numel),
                 INT_TO_FLOAT,
             ),
@@ -404,6 +428,7 @@ def launch_requantize(
                 "SOURCE": source,
                 "TARGET": target,
                 "UNROLLED": unrolled(num_messages),
+                "ADD": added is not None,
                 "WIDEN": widen,
                 "RUN": chosen.run,
                 "num_warps": chosen.warps,
@@ -412,5 +437,5 @@ def launch_requantize(
         )
 
     launch = encoding_launch(target, rows, make)
-    launch(message, out, words=seed_words(seed))
+    launch(message, added, out, words=seed_words(seed))
     return launch

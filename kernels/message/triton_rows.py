@@ -172,7 +172,7 @@ def encode_tile(
     NORM: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Quantize a transformed ``[BLOCK]`` tile and write it; ``rows.encode_block``.
+    """Quantize a transformed ``[BLOCK]`` tile and write it; ``reference.encode_block``.
 
     ``range_ptr`` is read for formats with one scale per row; see ``widen_range``.
     """
@@ -273,7 +273,7 @@ def load_encoded(
 
 @triton.jit
 def decode_loaded(loaded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """Decode what ``load_encoded`` returned, still transformed; ``rows.decode_block``.
+    """Decode what ``load_encoded`` returned, still transformed; ``reference.decode_block``.
 
     ``int_to_float`` is ``launch.INT_TO_FLOAT``: known to the compiler, it would be moved to a
     register for every code again.
@@ -304,7 +304,7 @@ def decode_tile(
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Decode a ``[BLOCK]`` tile, still transformed; ``rows.decode_block``.
+    """Decode a ``[BLOCK]`` tile, still transformed; ``reference.decode_block``.
 
     ``int_to_float`` is that of ``decode_loaded``.
     """

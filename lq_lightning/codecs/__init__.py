@@ -1,6 +1,7 @@
 """Codec specifications, and encoding and decoding of rows of values."""
 
 from .functional import (
+    accumulate,
     decode,
     decode_reduce,
     decode_reduce_encode,
@@ -21,6 +22,7 @@ __all__ = [
     "CodecSpec",
     "FloatingCode",
     "WidthTable",
+    "accumulate",
     "decode",
     "decode_mixed",
     "decode_reduce",

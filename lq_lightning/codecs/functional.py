@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.message import (
+    accumulate_,
     dequantize,
     dequantize_out,
     quantize,
     quantize_out,
-    repeat_dequantize,
-    repeat_quantize,
-    repeat_requantize,
+    relaunch_accumulate,
+    relaunch_dequantize,
+    relaunch_quantize,
+    relaunch_requantize,
     requantize,
     requantize_out,
 )
@@ -52,10 +54,10 @@ def _format_text(spec: CodecSpec) -> str:
     return _cached_format_text(spec)
 
 
-def _may_repeat(tensor: Tensor) -> bool:
-    """Whether an earlier call with the like of it may stand for the checks and the dispatcher.
+def _may_relaunch(tensor: Tensor) -> bool:
+    """Whether a cached launch may replace the checks and the dispatcher.
 
-    They take most of the host time of a launch. Traces and subclasses have to see the operator.
+    They take most of the host time of a call. Traces and subclasses have to see the operator.
     """
     return type(tensor) is Tensor and tensor.is_cuda and not torch.compiler.is_compiling()
 
@@ -168,8 +170,8 @@ def encode(
     value, fmt = _seed_value(spec, seed), _format_text(spec)
     if (
         out is not None
-        and _may_repeat(x_RN)
-        and repeat_quantize(x_RN, reference, fmt, value, out, skip)
+        and _may_relaunch(x_RN)
+        and relaunch_quantize(x_RN, reference, fmt, value, out, skip)
     ):
         return out
     check_float("x_RN", x_RN.dtype)
@@ -211,8 +213,8 @@ def _decode(
     buf_KRB = buf.unsqueeze(0) if dims == 2 else buf
     if (
         out is not None
-        and _may_repeat(out)
-        and repeat_dequantize(buf_KRB, numel, fmt, scale, add, out)
+        and _may_relaunch(out)
+        and relaunch_dequantize(buf_KRB, numel, fmt, scale, add, out)
     ):
         return out
     name = "buf_RB" if dims == 2 else "buf_KRB"
@@ -324,8 +326,8 @@ def decode_reduce_encode(
     source, target = _format_text(spec_in), _format_text(spec_out)
     if (
         out is not None
-        and _may_repeat(buf_KRB)
-        and repeat_requantize(buf_KRB, numel, source, target, value, out, skip)
+        and _may_relaunch(buf_KRB)
+        and relaunch_requantize(buf_KRB, numel, source, target, value, out, skip)
     ):
         return out
     _check_messages("buf_KRB", buf_KRB, 3)
@@ -337,3 +339,37 @@ def decode_reduce_encode(
     _check_shape("out", out, (rows, spec_out.nbytes(numel)), buf_KRB.device)
     requantize_out(buf_KRB, numel, source, target, value, out, skip)
     return out
+
+
+def accumulate(spec: CodecSpec, buf_RB: Tensor, x_RN: Tensor, *, seed: int | None = None) -> Tensor:
+    """Add values to encoded rows in place: decode, add and encode in one pass.
+
+    Both are added in fp32. With a transform the sum stays in the transformed domain.
+
+    Args:
+        spec: the codec of the rows.
+        buf_RB: ``[R, B]`` uint8, as for ``decode``; overwritten.
+        x_RN: ``[R, N]`` fp32, bf16 or fp16, any row stride, last dimension contiguous.
+        seed: needed for stochastic rounding; a new one for every call.
+
+    Returns:
+        ``buf_RB``.
+
+    Raises:
+        ValueError: as ``encode``.
+    """
+    value, fmt = _seed_value(spec, seed), _format_text(spec)
+    if _may_relaunch(buf_RB) and relaunch_accumulate(buf_RB, x_RN, fmt, value):
+        return buf_RB
+    check_float("x_RN", x_RN.dtype)
+    if x_RN.dim() != 2:
+        raise ValueError(f"x_RN has {x_RN.dim()} dimensions; expected 2. Use x.view(1, -1).")
+    numel = x_RN.shape[1]
+    _check_messages("buf_RB", buf_RB, 2)
+    _check_shape("buf_RB", buf_RB, (x_RN.shape[0], spec.nbytes(numel)), x_RN.device)
+    if spec.group_size == "row":  # the new scale is known after all of the row was added
+        total = x_RN.detach().to(torch.float32, copy=True)
+        decode(spec, buf_RB, numel, out=total, add=True)
+        return encode(spec, total, seed=seed, out=buf_RB)
+    accumulate_(buf_RB, x_RN.detach(), fmt, value)
+    return buf_RB

@@ -10,6 +10,7 @@ from lq_testing.codec_data import codec_specs
 
 from lq_lightning.codecs import (
     CodecSpec,
+    accumulate,
     decode,
     decode_reduce,
     decode_reduce_encode,
@@ -52,6 +53,37 @@ def test_reduce_encode_is_both_steps(spec_in: CodecSpec, spec_out: CodecSpec, nu
     if spec_in.hadamard_size == 0 or spec_in.hadamard_size != spec_out.hadamard_size:
         two_steps = encode(spec_out, decode_reduce(spec_in, buf, numel), seed=2)
         assert torch.equal(fused, two_steps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(codec_specs(), st.integers(1, 700))
+def test_accumulate_is_all_three_steps(spec: CodecSpec, numel: int) -> None:
+    x, added = torch.randn(2, 2, numel)
+    buf = encode(spec, x, seed=1)
+    total = added.clone()
+    decode(spec, buf, numel, out=total, add=True)
+    assert accumulate(spec, buf, added, seed=2) is buf
+    if spec.hadamard_size == 0 or spec.group_size == "row":
+        assert torch.equal(buf, encode(spec, total, seed=2))
+    else:
+        error = (decode(spec, buf, numel) - total).norm() / total.norm()
+        two_steps = decode(spec, encode(spec, total, seed=2), numel)
+        assert error < 1.5 * (two_steps - total).norm() / total.norm() + 1e-2
+
+
+def test_sums_of_many_values_stay_close_and_unbiased() -> None:
+    spec = CodecSpec(code="int8", group_size=32)
+    terms = torch.randn(64, 1, 1 << 14)
+    buf = encode(spec, terms[0])
+    for term in terms[1:]:
+        accumulate(spec, buf, term)
+    stored, exact = decode(spec, buf, 1 << 14), terms.sum(0)
+    assert (stored - exact).norm() / exact.norm() < 0.032
+    assert abs((stored * exact).sum() / exact.square().sum() - 1) < 1e-3
+    terms[0, 0, 40] = float("nan")
+    accumulate(spec, buf, terms[0])
+    accumulate(spec, buf, terms[1])
+    assert decode(spec, buf, 1 << 14).isnan().nonzero()[:, 1].tolist() == list(range(32, 64))
 
 
 def test_shared_domain_error_is_that_of_one_more_encoding() -> None:
@@ -232,8 +264,8 @@ def test_a_repeated_call_gets_what_the_operator_would(
         asked.append([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
         return repeated
 
-    monkeypatch.setattr(functional, "_may_repeat", lambda tensor: True)
-    monkeypatch.setattr(functional, f"repeat_{name}", answer)
+    monkeypatch.setattr(functional, "_may_relaunch", lambda tensor: True)
+    monkeypatch.setattr(functional, f"relaunch_{name}", answer)
     monkeypatch.setattr(functional, f"{name}_out", lambda *args: answer(*args) or operator(*args))
     result = {
         "quantize": lambda: encode(SMOOTH, x, seed=5, out=out),

@@ -11,7 +11,7 @@ from lq_lightning.codecs import CodecSpec, decode, encode, named_codec
 from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message import round_up
 from lq_lightning.kernels.message.format import SCALES
-from lq_lightning.kernels.message.rows import CHUNK_NUMEL
+from lq_lightning.kernels.message.reference import CHUNK_NUMEL
 
 
 def sylvester(size: int) -> torch.Tensor:

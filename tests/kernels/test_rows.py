@@ -7,7 +7,7 @@ import torch
 from lq_testing.codec_data import make_format
 from lq_testing.interpreter import skip_old_interpreter
 
-from lq_lightning.kernels.message import rows as reference_rows
+from lq_lightning.kernels.message import reference as reference_rows
 
 # the interpreter computes with numpy, which warns where IEEE arithmetic is silent
 pytestmark = [

@@ -17,7 +17,7 @@ from lq_testing.interpreter import skip_old_interpreter
 from lq_lightning.codecs import named_codec
 from lq_lightning.data_parallel import WeightQuantization
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
-from lq_lightning.kernels.message import rows as reference_rows
+from lq_lightning.kernels.message import reference as reference_rows
 from lq_lightning.kernels.message.format import CELLS_PER_UNIT
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile
@@ -95,14 +95,18 @@ def check_requantize(
     source: MessageFormat,
     target: MessageFormat,
     device: torch.device,
+    added: torch.Tensor | None = None,
 ) -> None:
+    """With ``added``, the sum replaces the message."""
     from lq_lightning.kernels.message.triton_kernels import launch_requantize
 
     shape = (message.shape[1], target.layout(numel).nbytes)
-    expected = torch.full(shape, 0xFF, dtype=torch.uint8)
-    reference_rows.requantize(message, numel, source, target, 5, expected)
-    actual = torch.full(shape, 0xFF, dtype=torch.uint8, device=device)
-    launch_requantize(message.to(device), numel, source, target, 5, actual)
+    expected = torch.full(shape, 0xFF, dtype=torch.uint8) if added is None else message[0].clone()
+    actual = expected.to(device, copy=True)
+    sources = (message, message.to(device)) if added is None else (expected[None], actual[None])
+    reference_rows.requantize(sources[0], numel, source, target, 5, expected, None, added)
+    added = None if added is None else added.to(device)
+    launch_requantize(sources[1], numel, source, target, 5, actual, None, added)
     assert torch.equal(actual.cpu(), expected)
 
 
@@ -343,6 +347,25 @@ def test_requantize(
     target = make_format("int4", group_size=128, hadamard_size=target_size, stochastic=stochastic)
     message = check_quantize(awkward_rows(2, NUMEL, 64), source, device).view(2, 1, -1)
     check_requantize(message, NUMEL, source, target, device)
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("int8", {"group_size": 32}),
+        ("int5", {"symmetric": False, "hadamard_size": 32, "scale_dtype": "bfloat16"}),
+        ("int6", {"hadamard_size": 64, "stochastic": True}),
+        ("fp8_e4m3", {"group_size": 128}),
+    ],
+)
+def test_values_are_added_in_place(
+    code: str, changes: dict[str, object], device: torch.device
+) -> None:
+    fmt = make_format(code, **changes)
+    message = check_quantize(awkward_rows(2, NUMEL, 64), fmt, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        added = awkward_rows(2, NUMEL, 32).to(dtype)
+        check_requantize(message[None], NUMEL, fmt, fmt, device, added)
 
 
 def test_requantize_equals_decode_then_encode(device: torch.device) -> None:
