@@ -28,7 +28,7 @@ from torch.nn.functional import pad as pad_tensor
 from lq_lightning.kernels.message.format import (
     ALIGNMENT_NBYTES,
     FP32_MAX,
-    FloatCode,
+    Code,
     MessageFormat,
     ScaleDtype,
     round_up,
@@ -402,7 +402,7 @@ def _round(x: Tensor, noise: Tensor | None, fmt: MessageFormat) -> Tensor:
         return torch.bucketize(x, thresholds, out_int32=True).to(torch.uint8)
     if noise is not None:
         return _round_stochastic(x, noise, fmt)
-    if isinstance(code, FloatCode):
+    if fmt.kind == "float":
         return _round_to_float(x, code)
     return x.round_().add_(fmt.zero_code).to(torch.uint8)
 
@@ -425,7 +425,7 @@ def _round_stochastic(x: Tensor, noise: Tensor, fmt: MessageFormat) -> Tensor:
     return magnitude.bitwise_or_(sign).to(torch.uint8)
 
 
-def _round_to_float(x: Tensor, code: FloatCode) -> Tensor:
+def _round_to_float(x: Tensor, code: Code) -> Tensor:
     """Round scaled values to the nearest small float by integers; ``x`` is overwritten."""
     bits = x.view(torch.int32)
     sign = bits.bitwise_right_shift(32 - code.bits).bitwise_and_(1 << (code.bits - 1))

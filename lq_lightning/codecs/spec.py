@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lq_lightning.foundation.checks import check_choice
-from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
+from lq_lightning.kernels.message import CODES, MessageFormat
 from lq_lightning.kernels.message.format import SCALES
 
 # Entries of the table of codes, in its order; see `lq_lightning.kernels.message.format`.
@@ -101,13 +101,13 @@ class CodecSpec:
                 "powers of two and cannot hold a minimum. Use symmetric=True, or "
                 "scale_dtype='bfloat16'."
             )
-        if not self.symmetric and not isinstance(code, IntegerCode):
+        if not self.symmetric and code.kind != "integer":
             raise ValueError(
                 f"CodecSpec(code={self.code!r}, symmetric=False): only integer codes can be "
                 "asymmetric; the levels of others lie on both sides of zero. Use symmetric=True, "
                 f"or code='int{code.bits}' with symmetric=False."
             )
-        if self.rounding == "stochastic" and isinstance(code, TableCode):
+        if self.rounding == "stochastic" and code.kind == "table":
             raise ValueError(
                 f"CodecSpec(code={self.code!r}, rounding='stochastic') is not supported: the "
                 "levels of a table are not equally spaced, and the nearest is taken. Use "

@@ -159,7 +159,7 @@ class QuantizedGradientBuffer:
     group of 32 values NaN in the sum.
 
     Relative L2 error of the sum of 16 micro-batches with the default code: 1.2% on the gradients of
-    a small GPT, 1.6% on Gaussian ones (``benchmarks/gradient_buffer.py``); AGoQ's FP8 E4M3 has 6.1%
+    a small GPT, 1.6% on Gaussian ones (``benchmarks/gradient_buffer.py``); AGoQ's FP8 E4M3 has 6.3%
     and 7.6%.
 
     Args:

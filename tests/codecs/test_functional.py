@@ -65,10 +65,10 @@ def test_accumulate_is_all_three_steps(spec: CodecSpec, numel: int) -> None:
     assert accumulate(spec, buf, added, seed=2) is buf
     if spec.hadamard_size == 0 or spec.group_size == "row":
         assert torch.equal(buf, encode(spec, total, seed=2))
-    else:
-        error = (decode(spec, buf, numel) - total).norm() / total.norm()
+    elif numel > 256:  # rounded in the transformed domain, which it does not leave
         two_steps = decode(spec, encode(spec, total, seed=2), numel)
-        assert error < 1.5 * (two_steps - total).norm() / total.norm() + 1e-2
+        error = (decode(spec, buf, numel) - total).norm()
+        assert error < 2 * (two_steps - total).norm() + 1e-5 * total.norm()
 
 
 def test_sums_of_many_values_stay_close_and_unbiased() -> None:

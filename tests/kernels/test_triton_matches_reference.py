@@ -16,7 +16,7 @@ from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.codecs import named_codec
 from lq_lightning.data_parallel import WeightQuantization
-from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
+from lq_lightning.kernels.message import CODES, Code, MessageFormat
 from lq_lightning.kernels.message import reference as reference_rows
 from lq_lightning.kernels.message.format import CELLS_PER_UNIT
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 KINDS = [(code, True) for code in CODES] + [
-    (code, False) for code, entry in CODES.items() if isinstance(entry, IntegerCode)
+    (code, False) for code, entry in CODES.items() if entry.kind == "integer"
 ]
 # More than a whole tile of the interpreter, and an incomplete one.
 NUMEL = 1024 + 333
@@ -119,7 +119,7 @@ def test_every_code(index: int, turn: int, device: torch.device) -> None:
         code,
         symmetric=symmetric,
         hadamard_size=(0, 32)[turn],
-        stochastic=bool((index + turn) % 2) and not isinstance(CODES[code], TableCode),
+        stochastic=bool((index + turn) % 2) and CODES[code].kind != "table",
         scale_dtype=SCALES[(index + turn) % (4 if symmetric else 3)],
     )
     x = awkward_rows(2, NUMEL, 64, huge=not turn).to(DTYPES[index % 3])
@@ -208,7 +208,7 @@ def test_values_near_thresholds_of_a_table(
 ) -> None:
     """And at the ends of cells; the second table has two thresholds in one."""
     if levels is not None:
-        monkeypatch.setitem(CODES, "near", TableCode(levels))
+        monkeypatch.setitem(CODES, "near", Code("table", 2, levels=levels))
     fmt = make_format("nf4" if levels is None else "near", group_size=1024)
     assert bool(fmt.cells) == (levels is None)
     middles = torch.tensor(fmt.thresholds)
