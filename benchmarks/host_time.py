@@ -42,7 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from lq_lightning.codecs import functional
+from lq_lightning.codecs import spec as codecs
 from lq_lightning.data_parallel import (
     GradientQuantization,
     Topology,
@@ -138,13 +138,13 @@ def pretended_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         if os.environ.get("TRITON_INTERPRET") == "1":
             nothing = dict.fromkeys((f"{name}_out" for name in KERNELS), lambda *_: None)
-            stack.enter_context(mock.patch.multiple(functional, **nothing))
+            stack.enter_context(mock.patch.multiple(codecs, **nothing))
             sums: Callable[..., Tensor] = lambda tensors: torch.zeros(len(tensors)).long()  # noqa: E731
         else:
             driver.set_active(hopper())
             stack.enter_context(mock.patch.object(operators, "_compute", launched))
             plain = lambda tensor: type(tensor) is Tensor  # noqa: E731
-            stack.enter_context(mock.patch.object(functional, "_may_relaunch", plain))
+            stack.enter_context(mock.patch.object(codecs, "_may_relaunch", plain))
             sums = import_module("lq_lightning.kernels.checksum.triton_kernels").launch_checksums
         stack.enter_context(mock.patch.object(replica, "checksums", sums))
         nowhere = no_stream()

@@ -29,7 +29,7 @@ from lq_lightning.kernels.message.triton_blocks import (
     round_output,
     row_offset,
 )
-from lq_lightning.kernels.message.triton_rows import decode_tile, encode_pass, row_sections
+from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile, row_sections
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _row_ptr(rows, row):
 
 
 @triton.jit
-def _load(source_ptr, count, BLOCK: tl.constexpr, RUN: tl.constexpr, FULL: tl.constexpr):
+def _load(source_ptr, count, BLOCK, RUN, FULL):
     VECTOR: tl.constexpr = 128 // source_ptr.dtype.element_ty.primitive_bitwidth
     return load_run(source_ptr, count, BLOCK, VECTOR, RUN, FULL)
 
@@ -49,9 +49,7 @@ def _load(source_ptr, count, BLOCK: tl.constexpr, RUN: tl.constexpr, FULL: tl.co
 
 
 @triton.jit
-def _quantize_tile(
-    row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, matrices, skip, encoding, constants
-):
+def _quantize_tile(row, start, numel, BLOCK, FULL, matrices, skip, encoding, constants):
     FORMAT: tl.constexpr = constants[0]
     DIFFERENCE: tl.constexpr = constants[1]
     RUN: tl.constexpr = constants[3]
@@ -64,7 +62,7 @@ def _quantize_tile(
         other = _load(_row_ptr(reference, row) + start, count, BLOCK, RUN, FULL)
         values = values - other.to(tl.float32)
     values = hadamard(values, BLOCK, FORMAT.hadamard_size, RUN)
-    encode_pass(
+    encode_tile(
         *(values, _row_ptr(out, row), range_ptr, row, start, numel, numel, seed_a, seed_b),
         *(BLOCK, FORMAT, FORMAT.forward_norm, FULL, constants[2]),
     )
@@ -161,9 +159,7 @@ _AT_ONCE_IN_TAIL = tl.constexpr(UNROLLED_IN_TAIL)
 
 
 @triton.jit
-def _reduce_tile(
-    messages, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, FORMAT, UNROLLED, RUN
-):
+def _reduce_tile(messages, start, numel, BLOCK, FULL, FORMAT, UNROLLED, RUN):
     """Sum a ``[BLOCK]`` tile over the messages in index order; still transformed.
 
     ``messages`` are the pointer to the first one's row, their stride, their number, and
@@ -198,9 +194,7 @@ def unrolled(num_messages: int) -> int:
 
 
 @triton.jit
-def _dequantize_tile(
-    row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, messages, out, factor, constants
-):
+def _dequantize_tile(row, start, numel, BLOCK, FULL, messages, out, factor, constants):
     FORMAT: tl.constexpr = constants[0]
     UNROLLED: tl.constexpr = constants[1]
     ADD: tl.constexpr = constants[2]
@@ -302,17 +296,7 @@ def launch_dequantize(
 
 
 @triton.jit
-def _requantize_tile(
-    row,
-    start,
-    numel,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    messages,
-    matrices,
-    encoding,
-    constants,
-):
+def _requantize_tile(row, start, numel, BLOCK, FULL, messages, matrices, encoding, constants):
     SOURCE: tl.constexpr = constants[0]
     TARGET: tl.constexpr = constants[1]
     UNROLLED: tl.constexpr = constants[2]
@@ -340,7 +324,7 @@ def _requantize_tile(
         x = tl.where(tl.arange(0, BLOCK) < last - start, x, 0.0)
     if not SAME:
         x = hadamard(x, BLOCK, TARGET.hadamard_size, RUN)
-    encode_pass(
+    encode_tile(
         *(x, out_ptr + row * out_stride, range_ptr, row, start, numel, numel, seed_a, seed_b),
         *(BLOCK, TARGET, NORM, FULL, constants[4]),
     )

@@ -1,22 +1,17 @@
 """Codec specifications, and encoding and decoding of rows of values."""
 
-from .functional import (
+from .spec import (
+    CodecSpec,
+    FloatingCode,
     accumulate,
     decode,
     decode_reduce,
     decode_reduce_encode,
+    derive_seed,
     encode,
     flatten_rows,
+    named_codec,
 )
-from .mixed import (
-    WidthTable,
-    decode_mixed,
-    encode_and_round_mixed,
-    encode_mixed,
-    round_trip_mixed,
-)
-from .seeds import derive_seed
-from .spec import CodecSpec, FloatingCode, named_codec
 
 __all__ = [
     "CodecSpec",

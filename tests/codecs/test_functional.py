@@ -16,8 +16,8 @@ from lq_lightning.codecs import (
     decode_reduce_encode,
     encode,
     flatten_rows,
-    functional,
 )
+from lq_lightning.codecs import spec as codecs
 
 PLAIN = CodecSpec(code="int4", group_size=64)
 ZEROS, ROWS = (
@@ -258,15 +258,15 @@ def test_a_repeated_call_gets_what_the_operator_would(
     """On a GPU, where a call like an earlier one stands for checks and operator."""
     x, codes = torch.randn(2, 300), torch.zeros(2, SMOOTH.nbytes(300), dtype=torch.uint8)
     out = torch.full_like(x if name == "dequantize" else codes, 7)
-    operator, asked = getattr(functional, f"{name}_out"), []
+    operator, asked = getattr(codecs, f"{name}_out"), []
 
     def answer(*args: object) -> bool:
         asked.append([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
         return repeated
 
-    monkeypatch.setattr(functional, "_may_relaunch", lambda tensor: True)
-    monkeypatch.setattr(functional, f"relaunch_{name}", answer)
-    monkeypatch.setattr(functional, f"{name}_out", lambda *args: answer(*args) or operator(*args))
+    monkeypatch.setattr(codecs, "_may_relaunch", lambda tensor: True)
+    monkeypatch.setattr(codecs, f"relaunch_{name}", answer)
+    monkeypatch.setattr(codecs, f"{name}_out", lambda *args: answer(*args) or operator(*args))
     result = {
         "quantize": lambda: encode(SMOOTH, x, seed=5, out=out),
         "dequantize": lambda: decode(SMOOTH, codes, 300, scale=0.5, out=out),
