@@ -1,5 +1,12 @@
 """Codec specifications, and encoding and decoding of rows of values."""
 
+from .mixed import (
+    WidthTable,
+    decode_mixed,
+    encode_and_round_mixed,
+    encode_mixed,
+    round_trip_mixed,
+)
 from .spec import (
     CodecSpec,
     FloatingCode,

@@ -450,8 +450,8 @@ def decode_reduce(
 ) -> Tensor:
     """Decode K messages per row and sum them: fp32, in index order, then one inverse transform.
 
-    ``buf_KRB`` is ``[K, R, B]`` uint8, with strides that are multiples of 16 bytes; ``scale`` is the
-    factor of the sum, e.g. 1/K for a mean. Everything else is as for ``decode``.
+    ``buf_KRB`` is ``[K, R, B]`` uint8, with strides that are multiples of 16 bytes; ``scale`` is
+    the factor of the sum, e.g. 1/K for a mean. Everything else is as for ``decode``.
     """
     return _decode(spec, buf_KRB, 3, numel, scale, out, add, dtype)
 
