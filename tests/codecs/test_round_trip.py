@@ -195,54 +195,11 @@ def test_subnormal_groups(scale_dtype: str, symmetric: bool) -> None:
         assert ((decoded - x).abs() <= 2 * x.abs().amax()).all()
 
 
-def test_small_half_precision_scales_do_not_clip() -> None:
-    """Scales are rounded up, so the bound of half a step holds for subnormal scales too."""
-    spec = CodecSpec(code="int8", group_size=16, scale_dtype="float16")
-    x = torch.randn(1, 1600) * 127 * 2.0**-24 / 3
-    message = encode(spec, x)
-    error = (decode(spec, message, 1600) - x).abs()
-    assert (error <= stored_scales(spec, message, 1600) * 0.5 * (1 + SLOP)).all()
-
-
 def test_asymmetric_padding_does_not_widen_the_range() -> None:
     spec = CodecSpec(code="int4", group_size=64, symmetric=False)
     x = torch.rand(1, 67) + 100.0
     decoded = decode(spec, encode(spec, x), 67)
     assert ((decoded - x).abs() <= 0.5 / 15 + 1e-4).all()
-
-
-# Measured on Gaussian data, group 128, nearest: relative L2 error; floors leave 5% of room.
-@pytest.mark.parametrize(
-    ("code", "relative_error"),
-    [
-        ("int4", 0.118),
-        ("int8", 0.0065),
-        ("fp4_e2m1", 0.109),
-        ("nf4", 0.096),
-        ("fp8_e4m3", 0.026),
-        ("fp8_e5m2", 0.052),
-        ("int2", 0.75),
-    ],
-)
-def test_error_on_gaussian_data(code: str, relative_error: float) -> None:
-    x = torch.randn(8, 8192)
-    spec = CodecSpec(code=code, group_size=128)  # type: ignore[arg-type]
-    nearest = ((decode(spec, encode(spec, x), 8192) - x).norm() / x.norm()).item()
-    assert nearest <= relative_error * 1.05
-    if code == "nf4":
-        return
-    noisy = dataclasses.replace(spec, rounding="stochastic")
-    stochastic = ((decode(noisy, encode(noisy, x, seed=0), 8192) - x).norm() / x.norm()).item()
-    assert nearest < stochastic <= nearest * 2**0.5 * 1.05
-
-
-def test_transform_helps_where_there_are_outliers() -> None:
-    x = torch.randn(4, 8192)
-    x[:, ::97] *= 30
-    plain = CodecSpec(code="int4", group_size=128)
-    smooth = dataclasses.replace(plain, hadamard_size=32)
-    errors = [(decode(spec, encode(spec, x), 8192) - x).norm() for spec in (plain, smooth)]
-    assert errors[1] < 0.8 * errors[0]
 
 
 @pytest.mark.parametrize("code", CODES)
