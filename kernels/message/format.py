@@ -389,10 +389,9 @@ def _layout(fmt: MessageFormat, numel: int) -> RowLayout:
     used = [padded * width // 8 for width in fmt.planes]
     used += [num_groups * fmt.scale_nbytes] * (1 if fmt.symmetric else 2)
     starts, planes = section_starts(used), len(fmt.planes)
-    return RowLayout(
-        *(padded, num_groups, tuple(starts[:planes])),
-        *(starts[planes], starts[planes + 1], tuple(used), starts[-1]),
-    )
+    scales, minima = starts[planes : planes + 2]
+    offsets = tuple(starts[:planes])
+    return RowLayout(padded, num_groups, offsets, scales, minima, tuple(used), starts[-1])
 
 
 _cached_layout = lru_cache(maxsize=4096)(_layout)

@@ -3,11 +3,11 @@
 Compile kernels that use them with ``enable_fp_fusion=False``: a fused multiply-add would round
 once where the reference rounds twice.
 
-Names: a tile is ``BLOCK`` consecutive elements of one row from column ``start`` on, a power of two.
-``limit`` is the column where it ends, if not after ``BLOCK``: that of the row, or any multiple of
-the group, the transform and 8. ``FULL`` says that it does not, so that nothing needs a mask.
-``start`` may be any multiple of the group, the transform and 16; a tile never crosses a multiple of
-``2**34`` columns.
+Arguments in capitals are constants of the compiler. A tile is ``BLOCK`` consecutive elements of one
+row from column ``start`` on, a power of two. ``limit`` is the column where it ends, if not after
+``BLOCK``: the end of the row, or any multiple of the group, the transform and 8. ``FULL`` says that
+the tile is complete, so that nothing needs a mask. ``start`` may be any multiple of the group, the
+transform and 16; a tile never crosses a multiple of ``2**34`` columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Instructions that the compiler does not find by itself; what they compute is also written out.
+# Instructions that the compiler does not find by itself; the same is also written out in Triton.
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 

@@ -32,7 +32,7 @@ def pair_up(x, BLOCK):
     """Cut ``[BLOCK]`` into ``[BLOCK // 8]`` pairs: of every eight, columns j and j + 4 of 0 to 3.
 
     The low 16 bits of the former are the low half of a pair. If a thread owns eight consecutive
-    columns, nothing moves.
+    columns, no data moves between threads.
     """
     even, odd = tl.split(tl.reshape(x, (BLOCK // 8, 2, 2, 2)))
     first, third = tl.split(even)
@@ -174,7 +174,7 @@ def add_plane(pairs, word, WIDTH, shift):
 
 @triton.constexpr_function
 def has_float8_instructions(fmt: MessageFormat, rounds: bool) -> bool:
-    """Return whether they exist for a format; ``rounds`` if values are to be rounded to codes."""
+    """Return whether the GPU converts a format; ``rounds`` if values are to become codes."""
     if triton.knobs.runtime.interpret or torch.version.hip is not None:
         return False
     fits = fmt.kind == "float" and fmt.bits == 8 and not (rounds and fmt.stochastic)
@@ -239,7 +239,7 @@ def float8_levels(words, BLOCK, FORMAT):
     return tl.reshape(tl.join(even, odd), (BLOCK,))
 
 
-# What `launch.INT_TO_FLOAT` holds the bits of.
+# `launch.INT_TO_FLOAT` holds its bits.
 _TWO_TO_23 = tl.constexpr(8388608.0)
 
 
@@ -326,7 +326,7 @@ def _join_eight(a, b, c, d, e, f, g, h, BLOCK):
 
 @triton.jit
 def load_codes(row_ptr, start, span, sections, BLOCK, RUN, FORMAT, FULL):
-    """Read the words of ``[BLOCK]`` codes: those of three planes, of which as many mean something.
+    """Read the words of ``[BLOCK]`` codes, three planes; missing ones repeat the first.
 
     ``reference.load_codes``, not unpacked.
     """
@@ -345,7 +345,7 @@ def load_codes(row_ptr, start, span, sections, BLOCK, RUN, FORMAT, FULL):
 def levels_of_words(words, second, third, int_to_float, BLOCK, FORMAT):
     """``[BLOCK]`` levels in units of the scale from ``load_codes``; ``reference.dequantize_codes``.
 
-    Whatever lies beyond the row decodes to some finite level.
+    Codes beyond the row decode to some finite level.
     """
     BITS: tl.constexpr = FORMAT.bits
     if BITS == 8:

@@ -62,14 +62,14 @@ def row_sections(numel, FORMAT):
 
 @triton.jit
 def code_span(limit, numel, sections):
-    """Column where the codes of a tile end, if not after ``BLOCK``, and whether it ends the row."""
+    """Column where a tile's codes end, if not after ``BLOCK``, and whether the row ends there."""
     last = limit >= numel
     return tl.where(last, sections[0], limit), last
 
 
 @triton.jit
 def _group_span(start, span, sections, FORMAT):
-    """First group that a tile writes the scale of, and the end of those."""
+    """First and end of the groups whose scales a tile writes."""
     if FORMAT.group_size > 0:
         GROUP: tl.constexpr = FORMAT.group_size
         first = start // GROUP
@@ -114,7 +114,7 @@ def load_scales(row_ptr, offset, first, num_groups, GROUPS, FORMAT):
 @triton.jit
 def raise_to(target, key):
     """Make the int32 at ``target`` at least ``key``, whatever other programs do."""
-    # Most tiles of a long row change nothing: a look, even at an old value, saves their atomics.
+    # Most tiles of a long row change nothing: reading first, even a stale value, saves atomics.
     if key > tl.load(target):
         tl.atomic_max(target, key, sem="relaxed")
 
@@ -188,10 +188,10 @@ def encode_tile(
 
 @triton.jit
 def load_encoded(row_ptr, start, limit, numel, BLOCK, RUN, FORMAT, FULL):
-    """Read what a ``[BLOCK]`` tile is encoded to, for ``decode_loaded``.
+    """Read the encoded ``[BLOCK]`` tile for ``decode_loaded``.
 
-    Returns the words of three planes, the scales and the minima; what the format has less of means
-    nothing.
+    Returns the words of three planes, scales and minima; the values of those that the format lacks
+    mean nothing.
     """
     sections = row_sections(numel, FORMAT)
     span = code_span(limit, numel, sections)
@@ -213,8 +213,8 @@ def load_encoded(row_ptr, start, limit, numel, BLOCK, RUN, FORMAT, FULL):
 def decode_loaded(loaded, int_to_float, BLOCK, FORMAT):
     """Decode what ``load_encoded`` returned, still transformed; ``reference.decode_block``.
 
-    ``int_to_float`` is ``launch.INT_TO_FLOAT``: known to the compiler, it would be moved to a
-    register for every code again.
+    ``int_to_float`` is ``launch.INT_TO_FLOAT``: as a constant, the compiler would move it to a
+    register again for every code.
     """
     words, second, third, scale, minimum = loaded
     GROUPS: tl.constexpr = scale.shape[0]
