@@ -24,25 +24,16 @@ from gpt import GPT, GPTConfig
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
-from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
 
 CHECKPOINTS = (1, 4, 16, 64)
 Quantizer = Callable[[Tensor, int], Tensor]  # fp32 vector and seed to the vector read back
 
 
 def through_codec(code: str, group_size: int, x: Tensor, seed: int, **options: Any) -> Tensor:
-    """Encode and decode with a codec that has bf16 scales."""
-    spec = CodecSpec(code=code, group_size=group_size, scale_dtype="bfloat16", **options)  # type: ignore[arg-type]
+    """Encode and decode with a codec, by default with bf16 scales."""
+    options = {"scale_dtype": "bfloat16"} | options
+    spec = CodecSpec(code=code, group_size=group_size, **options)  # type: ignore[arg-type]
     return decode(spec, encode(spec, x.view(1, -1), seed=seed), x.numel()).view(-1)
-
-
-def half_steps(x: Tensor, seed: int) -> Tensor:
-    """Encode and decode as ``QuantizedGradientBuffer``: half the step for pairs of small values."""
-    buffer = torch.empty(buffer_layout(x.numel()).nbytes, dtype=torch.uint8)
-    accumulate_(buffer, x, True)
-    out = torch.empty_like(x)
-    read_accumulated_(buffer, out, False)
-    return out
 
 
 SCHEMES: dict[str, Quantizer] = {
@@ -50,7 +41,7 @@ SCHEMES: dict[str, Quantizer] = {
     **{f"int8-g{size}": partial(through_codec, "int8", size) for size in (16, 32, 64, 128)},
     "int8-g16-stochastic": partial(through_codec, "int8", 16, rounding="stochastic"),
     "int8-g128-hadamard128": partial(through_codec, "int8", 128, hadamard_size=128),
-    "int8-g32-half-steps": half_steps,
+    "int8-g32-fp32-scales": partial(through_codec, "int8", 32, scale_dtype="float32"),
     "bfloat16": lambda x, seed: x.bfloat16().float(),
 }
 

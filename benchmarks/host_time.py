@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from lq_lightning.codecs import functional
+from lq_lightning.codecs import spec as codecs
 from lq_lightning.data_parallel import (
     GradientQuantization,
     Topology,
@@ -49,31 +49,19 @@ from lq_lightning.data_parallel import (
 from lq_lightning.data_parallel.communication import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.foundation import streams
-from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch_cache import keep_call
+from lq_lightning.kernels.message import operators
 
 PARTS: dict[str, tuple[type, str]] = {
     "reductions": (TwoLevelReduceScatter, "__call__"),
     "exchanges": (ExchangeSchedule, "run"),
 }
 KERNELS = ("quantize", "dequantize", "requantize")
-SEEDS = {"quantize": 3, "requantize": 4}  # which argument is one
 
 
-def launched(name: str) -> Callable[..., None]:
-    """Return an operator's launch for CUDA tensors, in place of its reference on a CPU."""
-    operator = import_module(f"lq_lightning.kernels.{name}.op")
-    kernels = import_module(f"lq_lightning.kernels.{name}.triton_kernels")
-    launch = getattr(kernels, f"launch_{name}")
-
-    def first_time(*arguments: Any) -> None:
-        made = launch(*arguments)
-        key = [str(a) if isinstance(a, MessageFormat) else a for a in arguments]
-        if name in SEEDS:  # which are not in the key
-            del key[SEEDS[name]]
-        keep_call(operator._key(*key), (), made)
-
-    return first_time
+def launched(name: str, key: Hashable, out: Tensor, *arguments: Any) -> None:
+    """Do for a CPU tensor what an operator does for a CUDA tensor."""
+    kernels = import_module("lq_lightning.kernels.message.triton_kernels")
+    operators.cache_call(key, (), getattr(kernels, f"launch_{name}")(*arguments))
 
 
 class Launcher:
@@ -123,15 +111,13 @@ def pretended_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         if os.environ.get("TRITON_INTERPRET") == "1":
             nothing = dict.fromkeys((f"{name}_out" for name in KERNELS), lambda *_: None)
-            stack.enter_context(mock.patch.multiple(functional, **nothing))
+            stack.enter_context(mock.patch.multiple(codecs, **nothing))
             sums: Callable[..., Tensor] = lambda tensors: torch.zeros(len(tensors)).long()  # noqa: E731
         else:
             driver.set_active(hopper())
-            for name in KERNELS:
-                reference = import_module(f"lq_lightning.kernels.{name}.op").cpu
-                stack.enter_context(mock.patch.object(reference, name, launched(name)))
+            stack.enter_context(mock.patch.object(operators, "_compute", launched))
             plain = lambda tensor: type(tensor) is Tensor  # noqa: E731
-            stack.enter_context(mock.patch.object(functional, "_may_repeat", plain))
+            stack.enter_context(mock.patch.object(codecs, "_may_relaunch", plain))
             sums = import_module("lq_lightning.kernels.checksum.triton_kernels").launch_checksums
         stack.enter_context(mock.patch.object(replica, "checksums", sums))
         nowhere = no_stream()

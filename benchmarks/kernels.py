@@ -33,9 +33,16 @@ from common import (
 )
 from torch import Tensor
 
-from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
+from lq_lightning.codecs import (
+    CodecSpec,
+    accumulate,
+    decode,
+    decode_reduce,
+    decode_reduce_encode,
+    encode,
+)
 from lq_lightning.data_parallel import WeightQuantization
-from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
+from lq_lightning.data_parallel.gradient_buffer import INT8
 from lq_lightning.kernels.activation import (
     activation_backward,
     activation_dequantize,
@@ -266,23 +273,19 @@ def accumulate_cases() -> list[Case]:
     """Return 8-bit gradient sums: add a gradient, read and add to another."""
 
     def buffers(rows: int, numel: int) -> Buffers:
-        nbytes = buffer_layout(rows * numel).nbytes
-        codes = torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE)
-        accumulate_(codes, values(1, rows * numel, FP32)[0], True)
-        return {"codes": codes, "x": values(1, rows * numel, FP32)[0]}
+        return {"codes": _messages(INT8, 1, rows, numel)[0], "x": values(rows, numel, FP32)}
 
-    def accumulate(made: Buffers) -> tuple[Tensor, ...]:
-        accumulate_(made["codes"], made["x"], False)
-        return (made["codes"],)
+    def add(made: Buffers) -> tuple[Tensor, ...]:
+        return (accumulate(INT8, made["codes"], made["x"]),)
 
     def read(made: Buffers) -> tuple[Tensor, ...]:
-        read_accumulated_(made["codes"], made["x"], True)
-        return (made["x"],)
+        x = made["x"]
+        return (decode(INT8, made["codes"], x.shape[1], out=x, add=True),)
 
     shapes = tuple((1, 1 << exponent) for exponent in (20, 24, 26))
     kept: dict[str, Any] = {"tolerance": None, "itemsize": 4, "shapes": shapes}
     kept["checked"] = (1, (1 << 20) + 777)
-    runs = {"accumulate": accumulate, "accumulate, read and add": read}
+    runs = {"accumulate": add, "accumulate, read and add": read}
     return [Case(name, buffers, run, **kept) for name, run in runs.items()]
 
 

@@ -61,6 +61,7 @@ DEEPER_CLASSES = {
 LONG_FILES: dict[str, str] = {
     "lq_lightning.activations.functions": "functions that save codes, and the sources between them",
     "lq_lightning.activations.sites": "each kind of site with its forward, and why it stands",
+    "lq_lightning.kernels.message.reference": "the codec in torch, read beside its Triton twins",
     "lq_lightning.strategies.fully_sharded": "fifty hooks of Lightning, passed on to parts",
 }
 

@@ -10,14 +10,14 @@ A row of ``N`` values becomes the sections below, each starting at a multiple of
 * One scale (and one minimum) per group of ``group_size`` consecutive elements, or per row; the last
   group may be shorter.
 
-Everything is a function of ``N`` alone, never of the data, so that allocation, receive buffers and
+The layout depends on ``N`` alone, never on the data, so that allocation, receive buffers and
 traffic accounting agree.
 
 A new code or scale dtype is a row of ``CODES`` or ``SCALES`` and a name in
-``lq_lightning/codecs/spec.py``: two files. All formats, kernels, checks and tests read these
-tables; ``tests/codecs/test_truth.py`` says independently what the codes mean. Only a new *kind* of
-code needs arithmetic of its own: in ``reference.py``, ``triton_rounding.py`` to encode and
-``triton_codes.py`` to decode on a GPU.
+``lq_lightning/codecs/spec.py``. All formats, kernels, checks and tests read these tables;
+``tests/codecs/test_truth.py`` says independently what the codes mean. Only a new *kind* of code
+needs arithmetic of its own: in ``reference.py``, ``triton_rounding.py`` (encode) and
+``triton_codes.py`` (decode).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -35,7 +36,7 @@ ALIGNMENT_NBYTES = 16
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 _ROW = "row"
 
-# Widths of the planes of a code, by its bits: low bits first, so the first plane has the lowest.
+# Widths of a code's planes by its bits; the first plane has the lowest bits.
 PLANES: dict[int, tuple[int, ...]] = {
     1: (1,),
     2: (2,),
@@ -55,8 +56,7 @@ class ScaleDtype:
     Attributes:
         dtype: torch's dtype.
         significand_bits: bits of precision, the implicit one included; with 1 there is no zero.
-        truncated: low bits of an fp32 number that are left out to store it; None for fp16, whose
-            exponent is narrower.
+        truncated: low bits of fp32 that are not stored; None for fp16, whose exponent is narrower.
         signed: whether it can hold a minimum.
     """
 
@@ -72,7 +72,7 @@ class ScaleDtype:
 
     @property
     def nan_bits(self) -> int:
-        """Stored bits of NaN, whatever NaN the hardware makes."""
+        """Stored bits of every NaN."""
         return 0x7E00 if self.truncated is None else 0x7FC00000 >> self.truncated
 
 
@@ -87,70 +87,45 @@ SCALE_DTYPES: dict[str, torch.dtype] = {name: scale.dtype for name, scale in SCA
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerCode:
-    """Integers: from ``-max`` to ``max`` if symmetric, else from 0 to the largest of ``bits``.
+class Code:
+    """Meaning of the codes of one value.
+
+    Integers go from ``-max`` to ``max`` if symmetric, else from 0 to the largest of ``bits``.
+    Floats are small floating-point numbers with a sign and with subnormals. Values of a table
+    become the nearest of its levels; half way, the lower one.
 
     Attributes:
-        bits: 2 to 8.
-    """
-
-    bits: int
-
-
-@dataclass(frozen=True, slots=True)
-class FloatCode:
-    """Small floating-point numbers with a sign, and with subnormals.
-
-    Attributes:
-        bits: 3 to 8, the sign included.
-        mantissa_bits: explicit fraction bits, 1 to 9. With the exponent's they are ``bits - 1``.
-        min_exponent: exponent of the smallest normal value (also that of subnormals).
-        max_value: largest code that is used, to which the largest value of a group is scaled.
+        kind: one of the three.
+        bits: 2 to 8, the sign included; 3 to 8 for floats, at most 5 for tables: a GPU finds a
+            level by comparisons, and the value of a code by selections.
+        mantissa_bits: explicit fraction bits of floats, 1 to 9; with the exponent's ``bits - 1``.
+        min_exponent: exponent of the smallest normal float (also that of subnormals).
+        max_value: largest float that is used, to which the largest value of a group is scaled.
             Below ``2**(30 + min_exponent)``: codes are cut from fp16.
+        levels: ``2**bits`` ascending levels of a table between -1 and 1, exact in fp32. Zero is one
+            of them, so that zeros stay zeros.
     """
 
+    kind: Literal["integer", "float", "table"]
     bits: int
-    mantissa_bits: int
-    min_exponent: int
-    max_value: float
+    mantissa_bits: int = 0
+    min_exponent: int = 0
+    max_value: float = 0.0
+    levels: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TableCode:
-    """Levels between -1 and 1, of which the nearest is taken; half way, the lower one.
-
-    At most 32 of them: a GPU finds a level by comparisons, and the value of a code by selections.
-
-    Attributes:
-        levels: ``2**bits`` ascending values that fp32 holds exactly. Zero is one of them, so that
-            zeros stay zeros.
-    """
-
-    levels: tuple[float, ...]
-
-    @property
-    def bits(self) -> int:
-        """Bits of one code."""
-        return len(self.levels).bit_length() - 1
-
-
-Code = IntegerCode | FloatCode | TableCode
-
-# From -1 to 1 lie 31 cells, those of the values that round to one integer after multiplication by
-# the first number; the second is the number of the cell around zero. A warp holds as many numbers.
+# From -1 to 1 lie 31 cells of equal width, as many as a warp can look up: the values that round
+# to one integer after multiplication by the first number. The second is the cell around zero.
 CELLS_PER_UNIT = 15.4
 MIDDLE_CELL = 16
 
 
-def cells_of(thresholds: Sequence[float]) -> tuple[int, ...]:
+@lru_cache(maxsize=64)
+def _cells(thresholds: tuple[float, ...]) -> tuple[int, ...]:
     """Return how many thresholds lie below each of 32 cells, so that one comparison is left.
 
-    Args:
-        thresholds: ascending, between -1 and 1.
-
-    Returns:
-        32 numbers; none if two thresholds lie in one cell, or one too close to its end to tell on
-        which side a value next to it is.
+    Empty if two thresholds lie in one cell, or one is so close to the end of its cell that fp32
+    cannot tell on which side a value next to it lies.
     """
     places = [CELLS_PER_UNIT * threshold + MIDDLE_CELL for threshold in thresholds]
     cells = [round(place) for place in places]
@@ -163,31 +138,19 @@ def cells_of(thresholds: Sequence[float]) -> tuple[int, ...]:
 # Quantiles of the normal distribution, with zero; appendix E of QLoRA (Dettmers et al., 2023), in
 # fp32.
 _NF4_LEVELS = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 
 CODES: dict[str, Code] = {
-    **{f"int{bits}": IntegerCode(bits) for bits in range(2, 9)},
+    **{f"int{bits}": Code("integer", bits) for bits in range(2, 9)},
     # OCP Microscaling Formats 1.0: no infinity and no NaN
-    "fp4_e2m1": FloatCode(bits=4, mantissa_bits=1, min_exponent=0, max_value=6.0),
-    "nf4": TableCode(_NF4_LEVELS),
-    "fp8_e4m3": FloatCode(bits=8, mantissa_bits=3, min_exponent=-6, max_value=448.0),
-    "fp8_e5m2": FloatCode(bits=8, mantissa_bits=2, min_exponent=-14, max_value=57344.0),
+    "fp4_e2m1": Code("float", bits=4, mantissa_bits=1, min_exponent=0, max_value=6.0),
+    "nf4": Code("table", 4, levels=_NF4_LEVELS),
+    "fp8_e4m3": Code("float", bits=8, mantissa_bits=3, min_exponent=-6, max_value=448.0),
+    "fp8_e5m2": Code("float", bits=8, mantissa_bits=2, min_exponent=-14, max_value=57344.0),
 }
 
 
@@ -209,17 +172,13 @@ class RowLayout:
     """Sections of one encoded row; all offsets and sizes in bytes.
 
     Attributes:
-        numel: values in the row.
         padded_numel: values that have a code.
         num_groups: scales in the row.
-        plane_offsets: start of each code plane.
-        scale_offset: start of the scales.
         minimum_offset: start of the minima; equals ``nbytes`` for symmetric formats.
         used: sizes of all sections, in order, without their padding.
-        nbytes: bytes of the row, a multiple of 16.
+        nbytes: a multiple of 16.
     """
 
-    numel: int
     padded_numel: int
     num_groups: int
     plane_offsets: tuple[int, ...]
@@ -245,12 +204,9 @@ def _thresholds(levels: tuple[float, ...]) -> tuple[float, ...]:
     return struct.unpack(f"{len(middles)}f", struct.pack(f"{len(middles)}f", *middles))
 
 
-_cells = lru_cache(maxsize=64)(cells_of)
-
-
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """Format of a codec as the kernels take it; travels through the operators as a string.
+    """Format of a codec for the kernels; operators take it as a string.
 
     Attributes:
         code: a name of ``CODES``.
@@ -270,14 +226,13 @@ class MessageFormat:
 
     @property
     def parameters(self) -> Code:
-        """The entry of the code in the table of codes."""
+        """The code's entry in the table."""
         return CODES[self.code]
 
     @property
     def kind(self) -> str:
         """``"integer"``, ``"float"`` or ``"table"``."""
-        names = {IntegerCode: "integer", FloatCode: "float", TableCode: "table"}
-        return names[type(self.parameters)]
+        return self.parameters.kind
 
     @property
     def bits(self) -> int:
@@ -297,59 +252,54 @@ class MessageFormat:
     @property
     def mantissa_bits(self) -> int:
         """Fraction bits of a floating-point code; 0 for others."""
-        code = self.parameters
-        return code.mantissa_bits if isinstance(code, FloatCode) else 0
+        return self.parameters.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
         """Smallest exponent of a floating-point code; 0 for others."""
-        code = self.parameters
-        return code.min_exponent if isinstance(code, FloatCode) else 0
+        return self.parameters.min_exponent
 
     @property
     def magnitude_mask(self) -> int:
-        """The bits of a floating-point code without its sign, which is the bit above them."""
+        """Bits of a floating-point code below its sign."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """Levels of a table code, ascending; empty for others."""
-        code = self.parameters
-        return code.levels if isinstance(code, TableCode) else ()
+        """Ascending levels of a table; empty for others."""
+        return self.parameters.levels
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """Between the levels of a table code; what equals a threshold takes the lower level."""
+        """Thresholds between the levels of a table; values equal to one take the lower level."""
         return _thresholds(self.levels)
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """Thresholds below each of 32 cells; see ``cells_of``."""
+        """Thresholds below each of 32 cells; see ``_cells``."""
         return _cells(self.thresholds)
 
     @property
     def max_level(self) -> float:
         """Value of the largest code, in units of the scale."""
-        code = self.parameters
-        if isinstance(code, FloatCode):
-            return code.max_value
-        if isinstance(code, TableCode):
-            return code.levels[-1]
+        if self.kind == "float":
+            return self.parameters.max_value
+        if self.kind == "table":
+            return self.levels[-1]
         return float(2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1)
 
     @property
     def smallest_level(self) -> float:
         """Value of the smallest code above zero, in units of the scale."""
-        code = self.parameters
-        if isinstance(code, FloatCode):
-            return 2.0 ** (code.min_exponent - code.mantissa_bits)
+        if self.kind == "float":
+            return 2.0 ** (self.min_exponent - self.mantissa_bits)
         return min((level for level in self.levels if level > 0.0), default=1.0)
 
     @property
     def smallest_share(self) -> float:
-        """Share of the largest magnitude of a group that surely has a code other than zero.
+        """Share of a group's largest magnitude from which on no value is encoded as zero.
 
-        Scales that are powers of two may be twice as large as need be: then the smallest level
+        Scales that are powers of two may be twice as large as necessary: then the smallest level
         lies half way to zero, and fp32 could round a little below.
         """
         room = 1.0 + 2.0**-20 if self.scale.significand_bits == 1 else 1.0
@@ -372,7 +322,7 @@ class MessageFormat:
 
     @property
     def shrunk_exponent(self) -> int:
-        """Exponent of the largest magnitude of a group that is shrunk to fit; see ``reference``."""
+        """Exponent of the largest magnitude of a shrunk group; see ``reference``."""
         return math.frexp(self.scale.max_value)[1] - 3
 
     @property
@@ -384,9 +334,9 @@ class MessageFormat:
     def fraction_bits(self) -> int:
         """Binary places to which scaled values are rounded before noise is added, 7 to 14.
 
-        With the bits of an integer code 16 altogether. There the largest level, computed with a few
-        roundings, is exact again, so that noise can never carry it beyond the code. Floating-point
-        codes have the bits of fp16 that are below the code: 7 (E4M3), 8 (E5M2) or 9 (E2M1).
+        Together with an integer code's bits 16: rounding makes the largest level exact again, so
+        that noise never carries it beyond the code. Floating-point codes have the bits of fp16 that
+        are below the code: 7 (E4M3), 8 (E5M2) or 9 (E2M1).
         """
         if self.kind == "float":
             return 10 - self.mantissa_bits
@@ -399,7 +349,7 @@ class MessageFormat:
 
     @property
     def scale(self) -> ScaleDtype:
-        """Row of the scale dtype in the table."""
+        """The scale dtype's entry in the table."""
         return SCALES[self.scale_dtype]
 
     @property
@@ -439,10 +389,9 @@ def _layout(fmt: MessageFormat, numel: int) -> RowLayout:
     used = [padded * width // 8 for width in fmt.planes]
     used += [num_groups * fmt.scale_nbytes] * (1 if fmt.symmetric else 2)
     starts, planes = section_starts(used), len(fmt.planes)
-    return RowLayout(
-        *(numel, padded, num_groups, tuple(starts[:planes])),
-        *(starts[planes], starts[planes + 1], tuple(used), starts[-1]),
-    )
+    scales, minima = starts[planes : planes + 2]
+    offsets = tuple(starts[:planes])
+    return RowLayout(padded, num_groups, offsets, scales, minima, tuple(used), starts[-1])
 
 
 _cached_layout = lru_cache(maxsize=4096)(_layout)
@@ -450,24 +399,13 @@ _cached_layout = lru_cache(maxsize=4096)(_layout)
 
 @lru_cache(maxsize=1024)
 def parse_format(text: str) -> MessageFormat:
-    """Parse the string form of a format.
-
-    Args:
-        text: a result of ``str(MessageFormat(...))``.
-
-    Returns:
-        The format.
-
-    Raises:
-        ValueError: ``text`` is not such a string.
-    """
+    """Parse a result of ``str(MessageFormat(...))``; ``ValueError`` for another string."""
     parts = text.split("/")
     if len(parts) != 6 or parts[0] not in CODES or parts[5] not in SCALES:
         raise ValueError(
             f"format={text!r} is not a message format; expected "
             f"'code/group_size|{_ROW}/symmetric|asymmetric/hadamard_size/nearest|stochastic/"
-            "scale_dtype'. "
-            "Build it with str(MessageFormat(...))."
+            "scale_dtype'. Build it with str(MessageFormat(...))."
         )
     return MessageFormat(
         code=parts[0],

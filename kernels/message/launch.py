@@ -11,22 +11,21 @@ import triton
 from torch import Tensor
 
 MAX_GRID_Y = 65535
-# Bits of 2**23 as fp32: with those of a small integer they are the sum of both. An argument of
-# kernels that decode.
+# Bits of 2**23 as fp32; or-ed with a small integer, the bits of their sum. Kernels that decode take
+# it as an argument.
 INT_TO_FLOAT = 0x4B000000
-# As many messages are summed by unrolled code, compiled for their number. More are summed in a loop
-# of which as many iterations are unrolled, compiled once. On an H200, int8, 256 MB: 8 messages take
-# 197 us unrolled and 250 in a loop unrolled by 4; 32 take 609 in a loop unrolled by 8, 765 in one
-# unrolled by 4, and 596 in one that is not.
+# Up to this many messages are summed by unrolled code, compiled for their number; more in a loop
+# unrolled by it, compiled once. On an H200, int8, 256 MB: 8 messages take 197 us unrolled and 250
+# in a loop unrolled by 4; 32 take 609 in a loop unrolled by 8, 765 by 4, and 596 if not unrolled.
 UNROLLED_MESSAGES = 8
-# In the incomplete tile at the end of a row, which is compiled apart from the others: less of it
-# keeps a kernel for any number of messages within three seconds of the compiler.
+# In the incomplete tile at the end of a row, which is compiled separately: a smaller number keeps
+# compilation for any number of messages within three seconds.
 UNROLLED_IN_TAIL = 4
 _HERE = nullcontext()
 
 
 class Tile(NamedTuple):
-    """Work of one program; it changes the speed, not the bits.
+    """Work of one program; changes the speed, not the bits.
 
     Attributes:
         block: consecutive elements of a row, a power of two, a multiple of every group size.
@@ -45,7 +44,7 @@ def choose_tile(kind: str, group_size: int, numel: int, device: torch.device) ->
     """Return the tile of a launch for ``numel`` values of all rows together.
 
     ``kind`` is a key of ``TILES``; ``group_size`` the larger one of the formats involved, since a
-    tile to quantize holds whole groups. Triton's interpreter takes as long for any tile.
+    tile to quantize holds whole groups.
     """
     if device.type != "cuda":
         return Tile(max(group_size, 1024), 32, 4, 2)
@@ -73,14 +72,14 @@ def row_grid(rows: int, numel: int, tile: Tile) -> tuple[int, int, int]:
 class RowSteps(NamedTuple):
     """Path of a grid through the rows of several matrices.
 
-    Rows ``[R, N]`` may also be ``[P, Q, N]`` of any two strides, numbered in that order: those of a
-    world, say, which are ordered by node in one tensor and by local rank in another.
+    Rows ``[R, N]`` may also be ``[P, Q, N]`` of any two strides, numbered in that order: for
+    example one per rank, ordered by node in one tensor and by local rank in another.
 
     Attributes:
-        rows: all of them.
+        rows: number of rows.
         across: rows along the second axis of the grid.
-        strides: for each matrix the distance of rows along the second axis of the grid, and by how
-            much that of two along the third differs from ``across`` of those (a jump).
+        strides: for each matrix the distance of rows along the second axis of the grid (stride),
+            and that of rows along the third less ``across`` strides (jump).
     """
 
     rows: int
@@ -91,7 +90,7 @@ class RowSteps(NamedTuple):
     def of(cls, *matrices: Tensor) -> RowSteps:
         """Find the steps through the rows of the first matrix, ``[R, N]`` or ``[P, Q, N]``.
 
-        The last dimensions of the others are the same; they may have more rows.
+        The others have the same last dimensions, and may have more rows.
 
         Raises:
             ValueError: rows of two strides are too many for a grid.
@@ -126,10 +125,10 @@ def on_device(tensor: Tensor) -> AbstractContextManager[None]:
     return _HERE
 
 
-# Values of all rows together from which on the second and the third tile of an operator are used.
+# Values of all rows together from which on an operator's second and third tile are used.
 SIZES = (1 << 21, 1 << 26)
 
-# The number in a name is that of the bits of a value that is read or written.
+# Block, run, warps and tiles by kind; the number in a kind is the bits of a value read or written.
 TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "activation backward": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
     "activation backward hadamard": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),

@@ -1,24 +1,16 @@
-"""Operators that are called again and again with equal arguments: checks and choices made once.
-
-On the host, checks, the choice of tiles and Triton's way to a compiled kernel take many times as
-long as the launch itself: of 112 us of a call of ``norm_quantize``, 10 were its launch. All that
-they depend on are shapes, strides, dtypes, devices, alignments and constants, which are the key of
-a call here. What was found for a key is kept and used for every call with the same one.
-"""
+"""Launches that are repeated without Triton's dispatch; see ``operators``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message.format import ALIGNMENT_NBYTES, MessageFormat
+from lq_lightning.kernels.message.format import MessageFormat
 from lq_lightning.kernels.message.launch import on_device
 
-# Of all operators together. A model has a few dozen per number of tokens.
-MAX_CALLS = 4096
 # Elsewhere Triton specializes kernels by more than the alignment of pointers.
 _DIRECT = torch.version.hip is None
 
@@ -57,9 +49,9 @@ class Launch:
     def __call__(self, first: Tensor, *others: Tensor | None, words: tuple[int, ...] = ()) -> None:
         """Launch the kernel on the device of the first tensor.
 
-        Other pointers are None where the kernel does not use one. All but addresses and contents
-        of the tensors are the same at every call (see ``facts``). ``words`` are 32-bit numbers that
-        the kernel is not specialized by, as many at every call.
+        Other pointers are None where the kernel does not use one. Only addresses and contents of
+        the tensors differ between calls (see ``operators.tensor_key``). ``words`` are 32-bit
+        numbers that the kernel is not specialized by, equally many at every call.
         """
         with on_device(first):
             if self._run is not None:
@@ -98,66 +90,3 @@ def encoding_launch(
         encode(first, *others, ranges, words=words)
 
     return launch
-
-
-class Call(NamedTuple):
-    """Results and launch that calls with one key share.
-
-    Attributes:
-        results: shape and dtype of each result.
-        launch: a ``Launch``, or several in a function.
-        zeroed: index of the result that is zero before the launch, if there is one.
-    """
-
-    results: tuple[tuple[torch.Size, torch.dtype], ...]
-    launch: Callable[..., None]
-    zeroed: int | None
-
-    def repeat(self, first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the results for other tensors, which have the same ``facts``."""
-        results = [first.new_empty(shape, dtype=dtype) for shape, dtype in self.results]
-        if self.zeroed is not None:
-            results[self.zeroed].zero_()
-        self.launch(first, *others, *results)
-        return tuple(results)
-
-
-_CALLS: dict[Hashable, Call] = {}
-
-
-def facts(tensor: Tensor | None) -> Hashable:
-    """Return the part of a call's key that stands for a tensor: all but where and what it holds."""
-    if tensor is None:
-        return None
-    misalignment = tensor.data_ptr() % ALIGNMENT_NBYTES
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), misalignment
-
-
-def find_call(key: Hashable) -> Call | None:
-    """Return what ``keep_call`` was given for an equal key, or None."""
-    return _CALLS.get(key)
-
-
-def keep_call(
-    key: Hashable,
-    results: Sequence[Tensor],
-    launch: Callable[..., None],
-    zeroed: int | None = None,
-) -> None:
-    """Keep what was found in a call that succeeded.
-
-    Args:
-        key: name of the operator, ``facts`` of its tensors, and all its other arguments.
-        results: results of the call, each contiguous and in memory of its own.
-        launch: function that computes them, given the tensors of the call and then its results.
-        zeroed: index of the result that has to be zero before.
-    """
-    if len(_CALLS) >= MAX_CALLS:  # lengths of sequences that rarely come again
-        _CALLS.clear()
-    made = tuple((result.shape, result.dtype) for result in results)
-    _CALLS[key] = Call(made, launch, zeroed)
-
-
-def forget_calls() -> None:
-    """Let the next call of every operator check and choose again, for benchmarks that tune."""
-    _CALLS.clear()

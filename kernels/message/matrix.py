@@ -1,8 +1,8 @@
-"""Messages of matrices: how ``[T, N]`` values lie in encoded rows, and the reference of both ways.
+"""Messages of matrices: layout of ``[T, N]`` values in encoded rows, and their reference.
 
 Where N is a multiple of ``MessageFormat.block_multiple``, no group and no transform crosses a row
-of the matrix, and all of it is one encoded row: sections padded to 16 bytes cost nothing. Any other
-matrix is one encoded row per row.
+of the matrix, and the matrix is one encoded row, without padding between rows. Any other matrix has
+one encoded row per row.
 
 Shape legend: T rows and N columns of the matrix, R encoded rows.
 """
@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.message.operators import check_message
-from lq_lightning.kernels.message.rows import dequantize, quantize
+from lq_lightning.kernels.message.reference import dequantize, quantize
 
 from .format import MessageFormat, parse_format
 
 
 def parse_matrix_format(text: str) -> MessageFormat:
-    """Parse a format and check that it is one for matrices.
-
-    Args:
-        text: a result of ``str(MessageFormat(...))``.
+    """Parse the format of a matrix, which has groups and rounds to nearest.
 
     Raises:
-        ValueError: ``text`` is not such a string, or is one of stochastic rounding.
+        ValueError: not the string of a ``MessageFormat``, or stochastic rounding.
         NotImplementedError: one scale per row; the kernels of matrices see a group once.
     """
     fmt = parse_format(text)
@@ -59,7 +56,7 @@ def empty_message(fmt: MessageFormat, rows: int, numel: int, device: torch.devic
 
 
 def check_matrix(name: str, message: Tensor, rows: int, numel: int, fmt: MessageFormat) -> None:
-    """Raise ``ValueError`` unless ``message`` is that of a ``[rows, numel]`` matrix, aligned."""
+    """Raise ``ValueError`` unless ``message`` can hold a ``[rows, numel]`` matrix."""
     count, length = matrix_shape(fmt, rows, numel)
     if message.dtype != torch.uint8 or message.dim() != 2 or message.shape[0] != count:
         raise ValueError(

@@ -3,11 +3,11 @@
 Compile kernels that use them with ``enable_fp_fusion=False``: a fused multiply-add would round
 once where the reference rounds twice.
 
-Names: a tile is ``BLOCK`` consecutive elements of one row from column ``start`` on, a power of two.
-``limit`` is the column where it ends, if not after ``BLOCK``: that of the row, or any multiple of
-the group, the transform and 8. ``FULL`` says that it does not, so that nothing needs a mask.
-``start`` may be any multiple of the group, the transform and 16; a tile never crosses a multiple of
-``2**34`` columns.
+Arguments in capitals are constants of the compiler. A tile is ``BLOCK`` consecutive elements of one
+row from column ``start`` on, a power of two. ``limit`` is the column where it ends, if not after
+``BLOCK``: the end of the row, or any multiple of the group, the transform and 8. ``FULL`` says that
+the tile is complete, so that nothing needs a mask. ``start`` may be any multiple of the group, the
+transform and 16; a tile never crosses a multiple of ``2**34`` columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Instructions that the compiler does not find by itself; what they compute is also written out.
+# Instructions that the compiler does not find by itself; the same is also written out in Triton.
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
@@ -28,7 +28,7 @@ def integer_type(bits: int) -> tl.dtype:
 
 
 @triton.jit
-def select_bytes(a, b, SELECTOR: tl.constexpr):
+def select_bytes(a, b, SELECTOR):
     """int32 whose byte i is byte ``SELECTOR >> 4 * i & 7`` of ``a`` (0 to 3) and ``b`` (4 to 7)."""
     if HAS_PTX:
         asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
@@ -43,7 +43,7 @@ def select_bytes(a, b, SELECTOR: tl.constexpr):
 
 
 @triton.jit
-def and_or(a, MASK: tl.constexpr, bits):
+def and_or(a, MASK, bits):
     """``a & MASK | bits`` of int32."""
     if HAS_PTX:
         asm: tl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xEA;"
@@ -54,7 +54,7 @@ def and_or(a, MASK: tl.constexpr, bits):
 
 
 @triton.jit
-def round_output(x, DTYPE: tl.constexpr):
+def round_output(x, DTYPE):
     """Round fp32 to the dtype of an output, half to even."""
     if _INTERPRETED and DTYPE.is_bf16():
         # Triton's interpreter truncates here (seen with 3.9); a GPU rounds.
@@ -68,23 +68,14 @@ def round_output(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def interleave(low, high, SIZE: tl.constexpr, RUN: tl.constexpr):
+def interleave(low, high, SIZE, RUN):
     """Merge two ``[SIZE]`` tensors by alternating runs of ``RUN`` elements."""
     pairs = tl.reshape(tl.join(low, high), (SIZE // RUN, RUN, 2))
     return tl.reshape(tl.permute(pairs, (0, 2, 1)), (2 * SIZE,))
 
 
 @triton.jit
-def load_run(
-    source_ptr,
-    count,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    RUN: tl.constexpr,
-    FULL: tl.constexpr,
-    SIZE: tl.constexpr = 0,
-    FIRST: tl.constexpr = 0,
-):
+def load_run(source_ptr, count, BLOCK, VECTOR, RUN, FULL, SIZE=0, FIRST=0):
     """Load ``[BLOCK]`` elements so that each thread owns ``RUN`` consecutive ones.
 
     A plain load gives a thread ``VECTOR`` elements (16 bytes) and leaves the transform, the group
@@ -110,7 +101,7 @@ def load_run(
 
 
 @triton.jit
-def _butterfly_within(x, BLOCK: tl.constexpr, DISTANCE: tl.constexpr):
+def _butterfly_within(x, BLOCK, DISTANCE):
     """Sums and differences of elements ``DISTANCE`` apart that one thread owns."""
     pairs = tl.permute(tl.reshape(x, (BLOCK // (2 * DISTANCE), 2, DISTANCE)), (0, 2, 1))
     low, high = tl.split(pairs)
@@ -118,7 +109,7 @@ def _butterfly_within(x, BLOCK: tl.constexpr, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def _butterfly_across(x, BLOCK: tl.constexpr, DISTANCE: tl.constexpr):
+def _butterfly_across(x, BLOCK, DISTANCE):
     """Sums and differences of elements ``DISTANCE`` apart that two threads own.
 
     Splitting pairs as above would change the layout of the whole tile. The exclusive or over a
@@ -134,13 +125,7 @@ def _butterfly_across(x, BLOCK: tl.constexpr, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def hadamard(
-    x,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    RUN: tl.constexpr,
-    DISTANCE: tl.constexpr = 1,
-):
+def hadamard(x, BLOCK, SIZE, RUN, DISTANCE=1):
     """Unnormalised transform of every ``SIZE`` consecutive elements; ``SIZE`` 0 does nothing.
 
     ``RUN`` says how many consecutive elements a thread owns; ``DISTANCE`` is for the recursion.
@@ -167,7 +152,7 @@ def row_offset(row, stride, jump):
 
 
 @triton.jit
-def program_tiles(numel, tiles, BLOCK: tl.constexpr):
+def program_tiles(numel, tiles, BLOCK):
     """Tiles of this program in the grid of ``launch.row_grid``.
 
     Returns:
@@ -183,16 +168,7 @@ def program_tiles(numel, tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def for_each_tile(
-    TILE: tl.constexpr,
-    rows,
-    tiles,
-    numel,
-    BLOCK: tl.constexpr,
-    pointers,
-    scalars,
-    constants,
-    WHOLE: tl.constexpr = False,
-    across=65535,
+    TILE, rows, tiles, numel, BLOCK, pointers, scalars, constants, WHOLE=False, across=65535
 ):
     """Call ``TILE`` for every tile of this program.
 

@@ -28,11 +28,11 @@ def _two(x):
 
 
 @triton.jit
-def pair_up(x, BLOCK: tl.constexpr):
+def pair_up(x, BLOCK):
     """Cut ``[BLOCK]`` into ``[BLOCK // 8]`` pairs: of every eight, columns j and j + 4 of 0 to 3.
 
     The low 16 bits of the former are the low half of a pair. If a thread owns eight consecutive
-    columns, nothing moves.
+    columns, no data moves between threads.
     """
     even, odd = tl.split(tl.reshape(x, (BLOCK // 8, 2, 2, 2)))
     first, third = tl.split(even)
@@ -41,7 +41,7 @@ def pair_up(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def same_in_groups(values, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def same_in_groups(values, BLOCK, GROUP):
     """Spread ``[BLOCK // GROUP]`` values to ``[BLOCK // 8]`` without leaving a thread."""
     spread = tl.broadcast_to(values[:, None], (BLOCK // GROUP, GROUP))
     first, _ = tl.split(tl.reshape(spread, (BLOCK // 8, 2, 2, 2)))
@@ -51,15 +51,7 @@ def same_in_groups(values, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def store_words(
-    words,
-    plane_ptr,
-    start,
-    span,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def store_words(words, plane_ptr, start, span, BLOCK, WIDTH, FULL):
     """Write a plane of ``WIDTH`` bits per code, with the zeros that end it.
 
     ``words`` are ``[BLOCK // 8]`` of ``WIDTH`` bytes, or twice as many int32 for 8 bits; ``span``
@@ -83,7 +75,7 @@ def store_words(
 
 
 @triton.jit
-def plane_of_pairs(a, b, c, d, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+def plane_of_pairs(a, b, c, d, SHIFT, WIDTH):
     """Bits from ``SHIFT`` of eight codes in pairs, as one word of ``WIDTH`` bytes."""
     MASK: tl.constexpr = ((1 << WIDTH) - 1) * 0x10001
     low = ((a >> SHIFT) & MASK) | (((b >> SHIFT) & MASK) << WIDTH)
@@ -99,34 +91,7 @@ def plane_of_pairs(a, b, c, d, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _store_bytes(
-    a,
-    b,
-    c,
-    d,
-    keep,
-    row_ptr,
-    start,
-    span,
-    BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """``store_codes`` for codes of 8 bits."""
-    if FORMAT.mantissa_bits == 3:  # sign, one unused bit of the exponent, code
-        a = (a & -0x7FFF8000) | ((a << 1) & 0x7FFF7FFF)
-        b = (b & -0x7FFF8000) | ((b << 1) & 0x7FFF7FFF)
-        c = (c & -0x7FFF8000) | ((c << 1) & 0x7FFF7FFF)
-        d = (d & -0x7FFF8000) | ((d << 1) & 0x7FFF7FFF)
-    BYTES: tl.constexpr = 0x6240 if FORMAT.fraction_bits == 0 else 0x7351
-    low = select_bytes(a, b, BYTES)  # codes 0, 1, 4, 5
-    high = select_bytes(c, d, BYTES)  # codes 2, 3, 6, 7
-    words = tl.join(select_bytes(low, high, 0x5410) & keep, select_bytes(low, high, 0x7632) & keep)
-    store_words(tl.reshape(words, (BLOCK // 4,)), row_ptr, start, span, BLOCK, 8, FULL)
-
-
-@triton.jit
-def _code_of_half(word, FORMAT: tl.constexpr):
+def _code_of_half(word, FORMAT):
     """Codes of fewer than 8 bits in the low bits of both halves, from ``fixed_point``'s numbers."""
     MASK: tl.constexpr = 0x10001 * ((1 << FORMAT.bits) - 1)
     if FORMAT.kind == "float":
@@ -139,26 +104,23 @@ def _code_of_half(word, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def store_codes(
-    a,
-    b,
-    c,
-    d,
-    keep,
-    row_ptr,
-    start,
-    span,
-    sections,
-    BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def store_codes(a, b, c, d, keep, row_ptr, start, span, sections, BLOCK, FORMAT, FULL):
     """Truncate pairs of numbers of ``fixed_point`` to codes and write ``[BLOCK]`` of them.
 
     ``reference.store_codes``; ``keep`` is -1, or 0 where codes are to be 0.
     """
     if FORMAT.bits == 8:
-        _store_bytes(a, b, c, d, keep, row_ptr, start, span, BLOCK, FORMAT, FULL)
+        if FORMAT.mantissa_bits == 3:  # sign, one unused bit of the exponent, code
+            a = (a & -0x7FFF8000) | ((a << 1) & 0x7FFF7FFF)
+            b = (b & -0x7FFF8000) | ((b << 1) & 0x7FFF7FFF)
+            c = (c & -0x7FFF8000) | ((c << 1) & 0x7FFF7FFF)
+            d = (d & -0x7FFF8000) | ((d << 1) & 0x7FFF7FFF)
+        BYTES: tl.constexpr = 0x6240 if FORMAT.fraction_bits == 0 else 0x7351
+        low = select_bytes(a, b, BYTES)  # codes 0, 1, 4, 5
+        high = select_bytes(c, d, BYTES)  # codes 2, 3, 6, 7
+        low, high = select_bytes(low, high, 0x5410) & keep, select_bytes(low, high, 0x7632) & keep
+        words = tl.reshape(tl.join(low, high), (BLOCK // 4,))
+        store_words(words, row_ptr, start, span, BLOCK, 8, FULL)
     else:
         a = _code_of_half(a, FORMAT) & keep
         b = _code_of_half(b, FORMAT) & keep
@@ -176,15 +138,7 @@ def store_codes(
 
 
 @triton.jit
-def load_words(
-    plane_ptr,
-    start,
-    span,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RUN: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def load_words(plane_ptr, start, span, BLOCK, WIDTH, RUN, FULL):
     """Read a plane as ``[BLOCK // 8]`` words of ``WIDTH`` bytes, twice as many int32 for 8 bits."""
     PER_WORD: tl.constexpr = 4 if WIDTH == 8 else 8
     BITS: tl.constexpr = WIDTH * PER_WORD
@@ -194,7 +148,7 @@ def load_words(
 
 
 @triton.jit
-def pairs_of_word(word, WIDTH: tl.constexpr):
+def pairs_of_word(word, WIDTH):
     """Undo ``plane_of_pairs`` for ``SHIFT`` 0."""
     MASK: tl.constexpr = ((1 << WIDTH) - 1) * 0x10001
     both = word.to(tl.int32)
@@ -211,7 +165,7 @@ def pairs_of_word(word, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def add_plane(pairs, word, WIDTH: tl.constexpr, shift):
+def add_plane(pairs, word, WIDTH, shift):
     """Put a plane of ``WIDTH`` bits into pairs of codes, from bit ``shift`` on."""
     a, b, c, d = pairs
     e, f, g, h = pairs_of_word(word, WIDTH)
@@ -220,7 +174,7 @@ def add_plane(pairs, word, WIDTH: tl.constexpr, shift):
 
 @triton.constexpr_function
 def has_float8_instructions(fmt: MessageFormat, rounds: bool) -> bool:
-    """Return whether they exist for a format; ``rounds`` if values are to be rounded to codes."""
+    """Return whether the GPU converts a format; ``rounds`` if values are to become codes."""
     if triton.knobs.runtime.interpret or torch.version.hip is not None:
         return False
     fits = fmt.kind == "float" and fmt.bits == 8 and not (rounds and fmt.stochastic)
@@ -260,7 +214,7 @@ def _four(x):
 
 
 @triton.jit
-def float8_words(y, keep, FORMAT: tl.constexpr):
+def float8_words(y, keep, FORMAT):
     """Codes of a ``[GROUPS, GROUP]`` tile of fp32 as int32 of four.
 
     ``keep`` is ``[GROUPS]`` int32: -1, or 0 where codes are to be 0.
@@ -273,7 +227,7 @@ def float8_words(y, keep, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def float8_levels(words, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+def float8_levels(words, BLOCK, FORMAT):
     """``[BLOCK]`` fp32 of the codes in ``[BLOCK // 4]`` int32."""
     ASM: tl.constexpr = _decoding(FORMAT)
     first, second, third, fourth = tl.inline_asm_elementwise(
@@ -285,12 +239,12 @@ def float8_levels(words, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     return tl.reshape(tl.join(even, odd), (BLOCK,))
 
 
-# What `launch.INT_TO_FLOAT` holds the bits of.
+# `launch.INT_TO_FLOAT` holds its bits.
 _TWO_TO_23 = tl.constexpr(8388608.0)
 
 
 @triton.jit
-def pick(index, TABLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr):
+def pick(index, TABLE, FIRST, STRIDE, BITS):
     """fp32 ``TABLE[FIRST + STRIDE * i]`` with ``i`` the low ``BITS`` bits of ``index``."""
     if BITS == 0:
         value = tl.full(index.shape, TABLE[FIRST], tl.float32)
@@ -303,9 +257,7 @@ def pick(index, TABLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr, 
 
 
 @triton.jit
-def look_up(
-    index, TABLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr
-):
+def look_up(index, TABLE, FIRST, STRIDE, BITS):
     """``pick``, for many bits with fewer instructions.
 
     Each thread of a warp knows one number and asks the others: two instructions instead of one per
@@ -326,7 +278,7 @@ def look_up(
 
 
 @triton.jit
-def _level_of(bits, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
+def _level_of(bits, SHIFT, FORMAT):
     """Level of the integer code at bit ``SHIFT`` of fp32 bits that count from ``2**23``; exact."""
     wide = bits.to(tl.float32, bitcast=True)
     if SHIFT == 0:
@@ -339,7 +291,7 @@ def _level_of(bits, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _level_at(word, int_to_float, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
+def _level_at(word, int_to_float, SHIFT, FORMAT):
     """Level of the code at bit ``SHIFT`` of a word; the code ends below bit 23."""
     BITS: tl.constexpr = FORMAT.bits
     if FORMAT.kind == "integer":
@@ -359,13 +311,13 @@ def _level_at(word, int_to_float, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _level_of_byte(word, int_to_float, INDEX: tl.constexpr, FORMAT: tl.constexpr):
+def _level_of_byte(word, int_to_float, INDEX, FORMAT):
     """Level of the integer code in byte ``INDEX`` of a word."""
     return _level_of(select_bytes(word, int_to_float, 0x7540 + INDEX), 0, FORMAT)
 
 
 @triton.jit
-def _join_eight(a, b, c, d, e, f, g, h, BLOCK: tl.constexpr):
+def _join_eight(a, b, c, d, e, f, g, h, BLOCK):
     """Interleave eight ``[BLOCK // 8]`` tensors to ``[BLOCK]``, the inverse of cutting it."""
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
@@ -373,17 +325,8 @@ def _join_eight(a, b, c, d, e, f, g, h, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_codes(
-    row_ptr,
-    start,
-    span,
-    sections,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Read the words of ``[BLOCK]`` codes: those of three planes, of which as many mean something.
+def load_codes(row_ptr, start, span, sections, BLOCK, RUN, FORMAT, FULL):
+    """Read the words of ``[BLOCK]`` codes, three planes; missing ones repeat the first.
 
     ``reference.load_codes``, not unpacked.
     """
@@ -399,10 +342,10 @@ def load_codes(
 
 
 @triton.jit
-def levels_of_words(words, second, third, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+def levels_of_words(words, second, third, int_to_float, BLOCK, FORMAT):
     """``[BLOCK]`` levels in units of the scale from ``load_codes``; ``reference.dequantize_codes``.
 
-    Whatever lies beyond the row decodes to some finite level.
+    Codes beyond the row decode to some finite level.
     """
     BITS: tl.constexpr = FORMAT.bits
     if BITS == 8:
@@ -437,7 +380,7 @@ def levels_of_words(words, second, third, int_to_float, BLOCK: tl.constexpr, FOR
 
 
 @triton.jit
-def _float_levels(words, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+def _float_levels(words, BLOCK, FORMAT):
     """Levels of four floating-point codes of 8 bits per word."""
     if has_float8_instructions(FORMAT, False):
         levels = float8_levels(words, BLOCK, FORMAT)
@@ -450,9 +393,7 @@ def _float_levels(words, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _levels_of_planes(
-    words, second, third, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr
-):
+def _levels_of_planes(words, second, third, int_to_float, BLOCK, FORMAT):
     """``levels_of_words`` for codes of 2 bits or of several planes."""
     PLANES: tl.constexpr = FORMAT.planes
     pairs = pairs_of_word(words, PLANES[0])

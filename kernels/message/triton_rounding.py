@@ -41,7 +41,7 @@ def noise_keys(seed_a, seed_b, row, quad):
 
 
 @triton.jit
-def mixed_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr, HALF: tl.constexpr):
+def mixed_noise(seed_a, seed_b, row, start, BLOCK, HALF):
     """Random ``[BLOCK // 8]`` int32, one for four columns; ``reference.rounding_noise``.
 
     ``HALF`` 0 is for columns 0, 1, 4 and 5 of every eight, 1 for columns 2, 3, 6 and 7.
@@ -57,7 +57,7 @@ def mixed_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr, HALF: tl.conste
 
 
 @triton.jit
-def round_scale_up(scale, FORMAT: tl.constexpr):
+def round_scale_up(scale, FORMAT):
     """Round non-negative fp32 up to the scale dtype; ``reference.round_scale_up``."""
     if FORMAT.scale.truncated is None:
         rounded = scale.to(tl.float16)
@@ -73,7 +73,7 @@ def round_scale_up(scale, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def round_minimum_down(minimum, FORMAT: tl.constexpr):
+def round_minimum_down(minimum, FORMAT):
     """Round fp32 down to the scale dtype, -0 to +0; ``reference.round_minimum_down``."""
     minimum = tl.where(minimum == 0.0, 0.0, minimum)
     if FORMAT.scale.truncated is None:
@@ -93,7 +93,7 @@ def round_minimum_down(minimum, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def bits_of_scales(values, FORMAT: tl.constexpr):
+def bits_of_scales(values, FORMAT):
     """Stored integers of fp32 values that are exact in the scale dtype."""
     DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
     number = values == values
@@ -107,7 +107,7 @@ def bits_of_scales(values, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def scales_of_bits(bits, FORMAT: tl.constexpr):
+def scales_of_bits(bits, FORMAT):
     """fp32 values of stored integers; ``reference.load_scales``."""
     if FORMAT.scale.truncated is None:
         values = bits.to(tl.float16, bitcast=True).to(tl.float32)
@@ -145,7 +145,7 @@ def largest_magnitude(x):
 
 
 @triton.jit
-def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
+def group_range(x, valid, FORMAT, FULL):
     """Extremes of each group of a ``[GROUPS, GROUP]`` tile, as ordered int32 keys.
 
     ``reference.group_range``; of symmetric formats both are the largest magnitude. ``valid``
@@ -168,7 +168,7 @@ def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def asymmetric_scaling(low, high, max_level, max_width, FORMAT: tl.constexpr, NORM: tl.constexpr):
+def asymmetric_scaling(low, high, max_level, max_width, FORMAT, NORM):
     """``scaling_of`` for asymmetric formats, whose largest level and width may differ by group."""
     low = ordered(low).to(tl.float32, bitcast=True) * NORM
     high = ordered(high).to(tl.float32, bitcast=True) * NORM
@@ -192,7 +192,7 @@ def asymmetric_scaling(low, high, max_level, max_width, FORMAT: tl.constexpr, NO
 
 
 @triton.jit
-def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
+def scaling_of(low, high, FORMAT, NORM):
     """``reference.scaling_of`` for the keys of ``group_range``.
 
     Returns scale, minimum, norm and inverse; of symmetric formats minimum and norm mean nothing.
@@ -225,7 +225,7 @@ def _thresholds_below(fmt: MessageFormat) -> tuple[float, ...]:
 
 
 @triton.jit
-def _nearest_level(y, FORMAT: tl.constexpr):
+def _nearest_level(y, FORMAT):
     """Codes of a table in the low 16 bits; ``torch.bucketize`` of the reference."""
     if len(FORMAT.cells) > 0:  # one comparison with the only threshold that may be next to a value
         BELOW: tl.constexpr = _thresholds_below(FORMAT)
@@ -249,7 +249,7 @@ def _nearest_level(y, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _round_to_float(y, FORMAT: tl.constexpr):
+def _round_to_float(y, FORMAT):
     """fp16 bits, as int32, that begin with those of the code; ``reference._round_to_float``."""
     bits = y.to(tl.int32, bitcast=True)
     if not FORMAT.stochastic:
@@ -266,7 +266,7 @@ def _round_to_float(y, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _round_to_integer(y, FORMAT: tl.constexpr):
+def _round_to_integer(y, FORMAT):
     """Codes with ``FORMAT.fraction_bits`` binary places in the low bits of int32."""
     FRACTION: tl.constexpr = FORMAT.fraction_bits
     rounder = tl.full(y.shape, _ROUNDER + FORMAT.zero_code * 2.0**FRACTION, tl.float32)
@@ -278,7 +278,7 @@ def _round_to_integer(y, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def scaled(x, scaling, FORMAT: tl.constexpr, FULL: tl.constexpr):
+def scaled(x, scaling, FORMAT, FULL):
     """Values of a ``[GROUPS, GROUP]`` tile in units of the scale."""
     _, minimum, norm, inverse = scaling
     if FORMAT.symmetric:
@@ -292,7 +292,7 @@ def scaled(x, scaling, FORMAT: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def fixed_point(y, FORMAT: tl.constexpr):
+def fixed_point(y, FORMAT):
     """Codes of what ``scaled`` returns, with ``FORMAT.fraction_bits`` binary places.
 
     Returns int32; the low 16 bits hold the number, those above are arbitrary. The twin of

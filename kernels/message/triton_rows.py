@@ -28,14 +28,14 @@ from lq_lightning.kernels.message.triton_rounding import (
 
 
 @triton.jit
-def _section(numel, BITS: tl.constexpr):
+def _section(numel, BITS):
     """Bytes of a section with ``numel`` fields of ``BITS``, a power of two; ``format._layout``."""
     nbytes = numel * (BITS // 8) if BITS >= 8 else numel // (8 // BITS)
     return (nbytes + 15) // 16 * 16
 
 
 @triton.jit
-def row_sections(numel, FORMAT: tl.constexpr):
+def row_sections(numel, FORMAT):
     """Offsets of the sections of a row; ``MessageFormat.layout``.
 
     Derived here, since a handful of scalar operations costs less than arguments of the launch.
@@ -62,14 +62,14 @@ def row_sections(numel, FORMAT: tl.constexpr):
 
 @triton.jit
 def code_span(limit, numel, sections):
-    """Column where the codes of a tile end, if not after ``BLOCK``, and whether it ends the row."""
+    """Column where a tile's codes end, if not after ``BLOCK``, and whether the row ends there."""
     last = limit >= numel
     return tl.where(last, sections[0], limit), last
 
 
 @triton.jit
-def _group_span(start, span, sections, FORMAT: tl.constexpr):
-    """First group that a tile writes the scale of, and the end of those."""
+def _group_span(start, span, sections, FORMAT):
+    """First and end of the groups whose scales a tile writes."""
     if FORMAT.group_size > 0:
         GROUP: tl.constexpr = FORMAT.group_size
         first = start // GROUP
@@ -81,9 +81,7 @@ def _group_span(start, span, sections, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def store_scales(
-    values, row_ptr, offset, groups, num_groups, GROUPS: tl.constexpr, FORMAT: tl.constexpr
-):
+def store_scales(values, row_ptr, offset, groups, num_groups, GROUPS, FORMAT):
     """Write ``[GROUPS]`` values of the scale dtype; the tile of the last group ends the section.
 
     ``groups`` is that of ``_group_span``. NaN is written as one fixed bit pattern, whatever the
@@ -104,7 +102,7 @@ def store_scales(
 
 
 @triton.jit
-def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT: tl.constexpr):
+def load_scales(row_ptr, offset, first, num_groups, GROUPS, FORMAT):
     """Read ``[GROUPS]`` values of the scale dtype as fp32; ``reference.load_scales``."""
     index = tl.arange(0, GROUPS)
     inside = index < num_groups - first
@@ -114,46 +112,11 @@ def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT
 
 
 @triton.jit
-def _tile_range(
-    x, start, limit, span, BLOCK: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr
-):
-    GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size > 0 else BLOCK
-    values = tl.reshape(x, (BLOCK // GROUP, GROUP))
-    end = span[0] if FORMAT.hadamard_size > 0 else limit
-    low, high = group_range(values, end - start, FORMAT, FULL)
-    return values, low, high
-
-
-@triton.jit
 def raise_to(target, key):
     """Make the int32 at ``target`` at least ``key``, whatever other programs do."""
-    # Most tiles of a long row change nothing: a look, even at an old value, saves their atomics.
+    # Most tiles of a long row change nothing: reading first, even a stale value, saves atomics.
     if key > tl.load(target):
         tl.atomic_max(target, key, sem="relaxed")
-
-
-@triton.jit
-def widen_range(
-    x,
-    range_ptr,
-    row,
-    start,
-    limit,
-    numel,
-    BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Let the range of a row, the keys at ``range_ptr``, hold those of a ``[BLOCK]`` tile.
-
-    For formats with one scale per row, before ``encode_tile``. The smaller key is kept negated, so
-    that both begin with the smallest int32 and grow.
-    """
-    span = code_span(limit, numel, row_sections(numel, FORMAT))
-    _, low, high = _tile_range(x, start, limit, span, BLOCK, FORMAT, FULL)
-    raise_to(range_ptr + 2 * row, tl.max(high, 0))
-    if not FORMAT.symmetric:
-        raise_to(range_ptr + 2 * row + 1, ~tl.min(low, 0))
 
 
 @triton.jit
@@ -167,93 +130,68 @@ def encode_tile(
     numel,
     seed_a,
     seed_b,
-    BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NORM: tl.constexpr,
-    FULL: tl.constexpr,
+    BLOCK,
+    FORMAT,
+    NORM,
+    FULL,
+    WIDEN=False,
 ):
-    """Quantize a transformed ``[BLOCK]`` tile and write it; ``rows.encode_block``.
+    """Quantize a transformed ``[BLOCK]`` tile and write it; ``reference.encode_block``.
 
-    ``range_ptr`` is read for formats with one scale per row; see ``widen_range``.
+    Formats with one scale per row take two passes; see ``launch_cache.encoding_launch``. The first,
+    with ``WIDEN``, makes the range of the row, two int32 keys at ``range_ptr``, hold that of the
+    tile. The smaller key is negated, so that both begin with the smallest int32 and grow.
     """
     sections = row_sections(numel, FORMAT)
     span = code_span(limit, numel, sections)
-    values, low, high = _tile_range(x, start, limit, span, BLOCK, FORMAT, FULL)
-    if FORMAT.group_size == 0:
-        keys = range_ptr + 2 * row + tl.arange(0, 1)
-        high = tl.load(keys)
-        low = high
-        if not FORMAT.symmetric:
-            low = ~tl.load(keys + 1)
-    scaling = scaling_of(low, high, FORMAT, NORM)
-    scale, minimum, _, _ = scaling
-    y = scaled(values, scaling, FORMAT, FULL)
-    keep = tl.where(scale == scale, -1, 0)
-    if has_float8_instructions(FORMAT, True):
-        a = float8_words(y, keep, FORMAT)
-        store_words(a, row_ptr, start, span, BLOCK, 8, FULL)
-    else:
-        a, b, c, d = pair_up(tl.reshape(fixed_point(y, FORMAT), (BLOCK,)), BLOCK)
-        if FORMAT.stochastic:
-            # Below a unit, so it cannot carry into the other half.
-            MASK: tl.constexpr = FORMAT.noise_mask
-            noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 0)
-            a += noise & MASK
-            b += select_bytes(noise, noise, 0x0321) & MASK
-            noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 1)
-            c += noise & MASK
-            d += select_bytes(noise, noise, 0x0321) & MASK
-        keep = same_in_groups(keep, BLOCK, values.shape[1])
-        store_codes(a, b, c, d, keep, row_ptr, start, span, sections, BLOCK, FORMAT, FULL)
-    GROUPS: tl.constexpr = values.shape[0]
-    groups = _group_span(start, span, sections, FORMAT)
-    store_scales(scale, row_ptr, sections[4], groups, sections[1], GROUPS, FORMAT)
-    if not FORMAT.symmetric:
-        store_scales(minimum, row_ptr, sections[5], groups, sections[1], GROUPS, FORMAT)
-
-
-@triton.jit
-def encode_pass(
-    x,
-    row_ptr,
-    range_ptr,
-    row,
-    start,
-    limit,
-    numel,
-    seed_a,
-    seed_b,
-    BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NORM: tl.constexpr,
-    FULL: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """One of the passes of ``launch_cache.encoding_launch`` over a tile."""
+    GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size > 0 else BLOCK
+    values = tl.reshape(x, (BLOCK // GROUP, GROUP))
+    end = span[0] if FORMAT.hadamard_size > 0 else limit
+    low, high = group_range(values, end - start, FORMAT, FULL)
     if WIDEN:
-        widen_range(x, range_ptr, row, start, limit, numel, BLOCK, FORMAT, FULL)
+        raise_to(range_ptr + 2 * row, tl.max(high, 0))
+        if not FORMAT.symmetric:
+            raise_to(range_ptr + 2 * row + 1, ~tl.min(low, 0))
     else:
-        encode_tile(
-            *(x, row_ptr, range_ptr, row, start, limit, numel, seed_a, seed_b),
-            *(BLOCK, FORMAT, NORM, FULL),
-        )
+        if FORMAT.group_size == 0:
+            keys = range_ptr + 2 * row + tl.arange(0, 1)
+            high = tl.load(keys)
+            low = high
+            if not FORMAT.symmetric:
+                low = ~tl.load(keys + 1)
+        scaling = scaling_of(low, high, FORMAT, NORM)
+        scale, minimum, _, _ = scaling
+        y = scaled(values, scaling, FORMAT, FULL)
+        keep = tl.where(scale == scale, -1, 0)
+        if has_float8_instructions(FORMAT, True):
+            a = float8_words(y, keep, FORMAT)
+            store_words(a, row_ptr, start, span, BLOCK, 8, FULL)
+        else:
+            a, b, c, d = pair_up(tl.reshape(fixed_point(y, FORMAT), (BLOCK,)), BLOCK)
+            if FORMAT.stochastic:
+                # Below a unit, so it cannot carry into the other half.
+                MASK: tl.constexpr = FORMAT.noise_mask
+                noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 0)
+                a += noise & MASK
+                b += select_bytes(noise, noise, 0x0321) & MASK
+                noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 1)
+                c += noise & MASK
+                d += select_bytes(noise, noise, 0x0321) & MASK
+            keep = same_in_groups(keep, BLOCK, values.shape[1])
+            store_codes(a, b, c, d, keep, row_ptr, start, span, sections, BLOCK, FORMAT, FULL)
+        GROUPS: tl.constexpr = values.shape[0]
+        groups = _group_span(start, span, sections, FORMAT)
+        store_scales(scale, row_ptr, sections[4], groups, sections[1], GROUPS, FORMAT)
+        if not FORMAT.symmetric:
+            store_scales(minimum, row_ptr, sections[5], groups, sections[1], GROUPS, FORMAT)
 
 
 @triton.jit
-def load_encoded(
-    row_ptr,
-    start,
-    limit,
-    numel,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Read what a ``[BLOCK]`` tile is encoded to, for ``decode_loaded``.
+def load_encoded(row_ptr, start, limit, numel, BLOCK, RUN, FORMAT, FULL):
+    """Read the encoded ``[BLOCK]`` tile for ``decode_loaded``.
 
-    Returns the words of three planes, the scales and the minima; what the format has less of means
-    nothing.
+    Returns the words of three planes, scales and minima; the values of those that the format lacks
+    mean nothing.
     """
     sections = row_sections(numel, FORMAT)
     span = code_span(limit, numel, sections)
@@ -272,11 +210,11 @@ def load_encoded(
 
 
 @triton.jit
-def decode_loaded(loaded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """Decode what ``load_encoded`` returned, still transformed; ``rows.decode_block``.
+def decode_loaded(loaded, int_to_float, BLOCK, FORMAT):
+    """Decode what ``load_encoded`` returned, still transformed; ``reference.decode_block``.
 
-    ``int_to_float`` is ``launch.INT_TO_FLOAT``: known to the compiler, it would be moved to a
-    register for every code again.
+    ``int_to_float`` is ``launch.INT_TO_FLOAT``: as a constant, the compiler would move it to a
+    register again for every code.
     """
     words, second, third, scale, minimum = loaded
     GROUPS: tl.constexpr = scale.shape[0]
@@ -293,18 +231,8 @@ def decode_loaded(loaded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexp
 
 
 @triton.jit
-def decode_tile(
-    row_ptr,
-    start,
-    limit,
-    numel,
-    int_to_float,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Decode a ``[BLOCK]`` tile, still transformed; ``rows.decode_block``.
+def decode_tile(row_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL):
+    """Decode a ``[BLOCK]`` tile, still transformed; ``reference.decode_block``.
 
     ``int_to_float`` is that of ``decode_loaded``.
     """
@@ -313,15 +241,7 @@ def decode_tile(
 
 
 @triton.jit
-def encoded_columns(
-    message_ptr,
-    message_stride,
-    row,
-    rows,
-    numel,
-    FLAT: tl.constexpr,
-    MULTIPLE: tl.constexpr = 16,
-):
+def encoded_columns(message_ptr, message_stride, row, rows, numel, FLAT, MULTIPLE=16):
     """Place of row ``row`` (int64) of a ``[rows, numel]`` matrix in its message.
 
     ``FLAT`` is ``matrix.is_flat``. For ``encode_tile`` and ``decode_tile``, which take columns of

@@ -379,7 +379,7 @@ def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
     if torch.float16 in (x.dtype, quantized.dtype):
         x, quantized = x.float(), quantized.float()
     errors = (quantized - x).bfloat16()
-    wide, largest = table.wide_lines(x.device)
+    wide, largest = table.wide_channels(x.device)
     coded, exact_tokens = split_tokens(x)
     if wide.numel():
         values = coded.index_select(1, wide).float()

@@ -1,12 +1,5 @@
 """Codec specifications, and encoding and decoding of rows of values."""
 
-from .functional import (
-    decode,
-    decode_reduce,
-    decode_reduce_encode,
-    encode,
-    flatten_rows,
-)
 from .mixed import (
     WidthTable,
     decode_mixed,
@@ -14,13 +7,24 @@ from .mixed import (
     encode_mixed,
     round_trip_mixed,
 )
-from .seeds import derive_seed
-from .spec import CodecSpec, FloatingCode, named_codec
+from .spec import (
+    CodecSpec,
+    FloatingCode,
+    accumulate,
+    decode,
+    decode_reduce,
+    decode_reduce_encode,
+    derive_seed,
+    encode,
+    flatten_rows,
+    named_codec,
+)
 
 __all__ = [
     "CodecSpec",
     "FloatingCode",
     "WidthTable",
+    "accumulate",
     "decode",
     "decode_mixed",
     "decode_reduce",

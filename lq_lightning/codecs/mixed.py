@@ -1,13 +1,13 @@
-"""Messages whose lines have widths of their own: AMAQ on the wire.
+"""Messages in which every channel has a bit width of its own: AMAQ on the wire.
 
-A line is what shares a width, a scale and a minimum: a channel over all tokens, or, with ``x.t()``,
-a token position. Lines of 1 to 8 bits are integers from one end of a range to the other (a width of
-1 has these two levels alone); wider ones travel as bf16. The range is the sender's choice: that of
-the values, or one that leaves out the few that are farthest off.
+A channel shares a width, a scale and a minimum over all tokens (with ``x.t()``, a channel is a
+token position). Channels of 1 to 8 bits are integers from one end of a range to the other (a width
+of 1 has these two levels alone); wider ones are sent as bf16. The sender chooses the range: that of
+the values, or one that leaves out a few outliers.
 
-One token in 128 travels as bf16, beside the codes: those with the largest magnitudes. In pretrained
+One token in 128 is sent as bf16, beside the codes: those with the largest magnitudes. In pretrained
 models a few tokens of a sequence, the first above all, are a hundred times as large as the others
-("massive activations", arXiv 2402.17762), and would decide the range of every line. (Not in the
+("massive activations", arXiv 2402.17762), and would decide the range of every channel. (Not in the
 paper.) A message is that of the kernels, followed by these sections, each from a multiple of 16
 bytes::
 
@@ -15,7 +15,7 @@ bytes::
 
 Reference: AMAQ (arXiv 2510.05468); the paper gives no layout, see
 ``kernels/mixed_width/format.py``.
-Shape legend: T tokens, N lines.
+Shape legend: T tokens, N channels.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from lq_lightning.kernels.mixed_width import (
     width_rows,
 )
 
-# Ranges of lines: of all values, or of the mean and the deviation.
+# Ranges of channels: of all values, or around the mean by the standard deviation.
 Ranges = Literal["full", "fitted"]
 RANGES = ("full", "fitted")
-# Tokens of a message for each that is exact. The more, the less do shorter sequences have of them.
+# Tokens of a message per exact token.
 TOKENS_PER_EXACT = 128
 
 
 class WidthTable:
-    """The width of every line of a message, which both ends know. Immutable.
+    """Bit width of every channel of a message, known to both ends. Immutable.
 
     Args:
         widths: ``[N]`` integers from 1 to 16, at least one of them.
@@ -67,14 +67,14 @@ class WidthTable:
         if given.dim() != 1 or not given.numel() or not integers or given.dtype == torch.bool:
             raise ValueError(
                 f"WidthTable was given {given.dtype} {tuple(given.shape)}; expected at least one "
-                f"integer in one dimension, 1 to {MAX_WIDTH} bits per line. Round bits first."
+                f"integer in one dimension, 1 to {MAX_WIDTH} bits per channel. Round bits first."
             )
         wrong = ((given < 1) | (given > MAX_WIDTH)).nonzero().view(-1)
         if wrong.numel():
-            line = int(wrong[0])
+            first = int(wrong[0])
             raise ValueError(
-                f"WidthTable: line {line} has {int(given[line])} bits; allowed: 1 to {MAX_WIDTH}. "
-                "Clamp the widths."
+                f"WidthTable: channel {first} has {int(given[first])} bits; allowed: 1 to "
+                f"{MAX_WIDTH}. Clamp the widths."
             )
         self._widths = given.to(torch.int64, copy=True)
         self._content = bytes(self._widths.tolist())
@@ -89,28 +89,23 @@ class WidthTable:
 
     @property
     def channels(self) -> int:
-        """N, the number of lines."""
+        """N, the number of channels."""
         return len(self._content)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Lines of each width: 16 numbers, the first for a width of 1."""
+        """Number of channels of each width: 16 numbers, the first for a width of 1."""
         return self._counts
 
     @property
-    def order(self) -> Tensor:
-        """``[N]`` int64 on the CPU: the lines sorted by width, equal ones by index."""
-        return torch.sort(self._widths, stable=True).indices
-
-    @property
     def mean(self) -> float:
-        """Mean width; above 8 bits a line travels in 16, which ``effective_bits`` counts."""
+        """Mean width. Channels of more than 8 bits are sent in 16, see ``effective_bits``."""
         return sum(self._content) / self.channels
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of a message of ``[tokens, N]`` values, scales and minima counted.
+        """Return the bytes of a message of ``[tokens, N]`` values, without the table.
 
-        A multiple of 16; 0 for no tokens. The table itself is not counted.
+        A multiple of 16; 0 for no tokens.
 
         Raises:
             ValueError: ``tokens`` is negative.
@@ -123,11 +118,9 @@ class WidthTable:
         return nbytes + sum(round_up(size, ALIGNMENT_NBYTES) for size in sections)
 
     def effective_bits(self, tokens: int, table_messages: int = 1) -> float:
-        """Return the bits on the wire per value, with all metadata.
+        """Return the bits per value of ``[tokens, N]``, with all metadata.
 
-        Args:
-            tokens: T of a message.
-            table_messages: messages that share one transmission of the table.
+        ``table_messages`` share one transmission of the table.
 
         Raises:
             ValueError: an argument is not positive.
@@ -143,22 +136,17 @@ class WidthTable:
     def pack(self) -> Tensor:
         """Return the table as ``[ceil(N / 2)]`` uint8 on the CPU.
 
-        4 bits per line, the width less one; of two lines in a byte the first has the low bits. The
-        last 4 bits are 0 where N is odd.
+        4 bits per channel, the width less one, low bits first. The last 4 bits are 0 if N is odd.
         """
         less_one = torch.nn.functional.pad(self._widths - 1, (0, self.channels % 2))
         return (less_one[0::2] | less_one[1::2] << 4).to(torch.uint8)
 
     @classmethod
     def unpack(cls, packed: Tensor, channels: int) -> WidthTable:
-        """Undo ``pack`` for what a peer has sent.
-
-        Args:
-            packed: ``[ceil(channels / 2)]`` uint8.
-            channels: N.
+        """Undo ``pack`` for bytes that a peer has sent.
 
         Raises:
-            ValueError: another dtype or size, or bits beyond the last line that are not 0.
+            ValueError: another dtype or size, or bits beyond the last channel that are not 0.
         """
         expected = ((channels + 1) // 2,)
         if channels < 1 or packed.dtype != torch.uint8 or tuple(packed.shape) != expected:
@@ -171,7 +159,7 @@ class WidthTable:
         if less_one[channels:].any():
             raise ValueError(
                 f"A table of {channels} widths ends with {int(packed[-1]):#04x}; its high 4 bits "
-                "must be 0. It was damaged, or is one of another size."
+                "must be 0. It was damaged, or has another size."
             )
         return cls(less_one[:channels].to(torch.int64) + 1)
 
@@ -184,31 +172,30 @@ class WidthTable:
         return hash(self._content)
 
     def __repr__(self) -> str:
-        """Return how many lines have which width."""
+        """Return how many channels have which width."""
         counts = {width: count for width, count in enumerate(self._counts, 1) if count}
         return f"WidthTable(channels={self.channels}, mean={self.mean:.3f}, counts={counts})"
 
     def rows(self, device: torch.device) -> Tensor:
-        """Return what kernels need to know about every line.
+        """Return the kernels' table of channels, made once for each device.
 
-        Made once for each device, for the stream on which the table is used.
+        It belongs to the stream on which the table is first used.
         """
         found = self._rows.get(device)
         if found is None:
             found = self._rows[device] = send_to(width_rows(self._widths), device)
         return found
 
-    def wide_lines(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return lines of more than 8 bits, ``[n]`` int64, and the largest codes of such widths.
+    def wide_channels(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return channels of more than 8 bits, ``[n]`` int64, and their largest codes, float32.
 
-        The latter are ``[n]`` float32. Made once for each device, for the stream on which the table
-        is used.
+        Made once for each device, for the stream on which the table is first used.
         """
         found = self._wide.get(device)
         if found is None:
-            lines = (self._widths > MAX_CODE_WIDTH).nonzero().flatten()
-            largest = torch.exp2(self._widths[lines].float()) - 1.0
-            found = self._wide[device] = send_to(lines, device), send_to(largest, device)
+            channels = (self._widths > MAX_CODE_WIDTH).nonzero().flatten()
+            largest = torch.exp2(self._widths[channels].float()) - 1.0
+            found = self._wide[device] = send_to(channels, device), send_to(largest, device)
         return found
 
 
@@ -216,7 +203,7 @@ def _check_values(x_TN: Tensor, table: WidthTable) -> None:
     if x_TN.dim() != 2 or x_TN.shape[1] != table.channels:
         raise ValueError(
             f"x_TN has shape {tuple(x_TN.shape)}; expected [T, {table.channels}] for this table. "
-            f"Use x.view(-1, {table.channels}), or .t() if lines are rows."
+            f"Use x.view(-1, {table.channels}), or .t() if channels are rows."
         )
 
 
@@ -227,15 +214,10 @@ def _is_fitted(ranges: Ranges) -> bool:
 
 
 class _ExactTokens(NamedTuple):
-    """Tokens that travel as bf16, beside the codes.
+    """Tokens that are sent as bf16, beside the codes."""
 
-    Attributes:
-        values: ``[E, N]`` bf16.
-        indices: ``[E]`` int64, of their tokens.
-    """
-
-    values: Tensor
-    indices: Tensor
+    values: Tensor  # [E, N] bf16
+    indices: Tensor  # [E] int64
 
     def restore(self, x_TN: Tensor) -> None:
         """Overwrite their tokens."""
@@ -255,9 +237,9 @@ class _ExactTokens(NamedTuple):
 def split_tokens(x_TN: Tensor) -> tuple[Tensor, _ExactTokens | None]:
     """Return the values to be coded, and the tokens with the largest magnitudes.
 
-    In the former these are replaced by the first token that is none of them, so that the ranges of
-    lines do not depend on them. Magnitudes are compared exactly and ties go to the first token, so
-    that all devices choose alike; tokens with a NaN come first.
+    In the former, those are replaced by the first other token, so that the ranges of channels do
+    not depend on them. Magnitudes are compared exactly and ties go to the first token, so that all
+    devices choose alike; tokens with a NaN come first.
     """
     exact = x_TN.shape[0] // TOKENS_PER_EXACT
     if exact == 0 or x_TN.shape[1] == 0:
@@ -271,16 +253,16 @@ def split_tokens(x_TN: Tensor) -> tuple[Tensor, _ExactTokens | None]:
 
 
 def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Tensor:
-    """Encode values, each line in the bits of the table.
+    """Encode values, each channel in the bits of the table.
 
     Args:
         x_TN: ``[T, N]`` fp32, bf16 or fp16, any strides, on a CPU or a CUDA device.
         table: N widths.
-        ranges: of lines of up to 8 bits. ``"full"``: from the minimum to the maximum. ``"fitted"``:
-            as many deviations around the mean as have the least mean square error for normal values
-            in so many bits (Max, 1960; .80, 1.49, 2.05, 2.51 ... 3.92), within the full range.
-            Values outside become the nearest end. Lines where the full range promises a smaller
-            error have that. The other end need not know.
+        ranges: of channels of up to 8 bits. ``"full"``: from the minimum to the maximum.
+            ``"fitted"``: as many deviations around the mean as have the least mean square error for
+            normal values in so many bits (Max, 1960; .80, 1.49, 2.05, 2.51 ... 3.92), within the
+            full range; values outside become the nearest end. Channels for which the full range
+            promises a smaller error use that. The other end need not know.
 
     Returns:
         ``[table.nbytes(T)]`` uint8, contiguous.
@@ -289,11 +271,11 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
         ValueError: a shape, dtype or ``ranges`` other than above.
 
     Determinism: bit-identical for equal input; same bits on CPU and CUDA.
-    Error: that of bf16 for one token in 128, those with the largest magnitudes, which are also kept
-    if they are not finite. Of others half a step within the range for widths up to 8, where a step
-    is the range by (2**width - 1), its minimum rounded down and then the step rounded up to bf16,
-    each by less than 1%; a line of up to 8 bits with a NaN or an infinity in them decodes to NaN; a
-    wider one keeps each value.
+    Error: one token in 128, those with the largest magnitudes, has the error of bf16, also if it is
+    not finite. Other values are off by at most half a step, if within the range, for widths up to
+    8; a step is the range by (2**width - 1), its minimum rounded down and then the step rounded up
+    to bf16, each by less than 1%. A channel of up to 8 bits with a NaN or an infinity in other
+    tokens decodes to NaN; a wider one keeps each value.
     """
     _check_values(x_TN, table)
     coded, exact = split_tokens(x_TN.detach())
@@ -306,10 +288,10 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
 def encode_and_round_mixed(
     x_TN: Tensor, table: WidthTable, ranges: Ranges = "full"
 ) -> tuple[Tensor, Tensor]:
-    """Return ``encode_mixed`` and ``round_trip_mixed`` of the same values, for less than both.
+    """Return the results of ``encode_mixed`` and ``round_trip_mixed``, in less time than both take.
 
-    For a sender that has to know what arrives: ``[table.nbytes(T)]`` uint8, and ``[T, N]`` of the
-    dtype of ``x_TN``, both contiguous. Arguments and errors are those of ``encode_mixed``.
+    For a sender that needs the values which the receiver decodes. Arguments and errors are those of
+    ``encode_mixed``.
     """
     _check_values(x_TN, table)
     coded, exact = split_tokens(x_TN.detach())
@@ -323,16 +305,9 @@ def encode_and_round_mixed(
 
 
 def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Undo ``encode_mixed``.
+    """Decode ``[table.nbytes(tokens)]`` uint8 of ``encode_mixed`` to a new ``[tokens, N]``.
 
-    Args:
-        payload: ``[table.nbytes(tokens)]`` uint8.
-        table: table of the sender.
-        tokens: T.
-        dtype: dtype of the result: float32, bfloat16 or float16.
-
-    Returns:
-        ``[T, N]``, new and contiguous, on the device of the payload.
+    ``table`` is the sender's, ``dtype`` float32, bfloat16 or float16.
 
     Raises:
         ValueError: a payload of another size or dtype, or another ``dtype``.
@@ -343,7 +318,7 @@ def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.d
             f"A payload of {payload.dtype} {tuple(payload.shape)}; {tokens} tokens in this table "
             f"are uint8 ({nbytes},). Decode with the table and the tokens of the sender."
         )
-    # Kernels read words; what a peer has sent may lie anywhere in a buffer.
+    # Kernels read words; a peer's bytes may lie anywhere in a buffer.
     if payload.data_ptr() % ALIGNMENT_NBYTES or not payload.is_contiguous():
         payload = payload.clone(memory_format=torch.contiguous_format)
     rows = table.rows(payload.device)
@@ -361,10 +336,10 @@ def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.d
 
 
 def round_trip_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Tensor:
-    """Return exactly what the other end decodes from ``encode_mixed``, in the dtype of ``x_TN``.
+    """Return the values that ``decode_mixed`` makes of ``encode_mixed``, in the dtype of ``x_TN``.
 
     Nothing is packed, and nothing is differentiated. Arguments and errors are those of
-    ``encode_mixed``; the result is ``[T, N]``, new and contiguous.
+    ``encode_mixed``; the result is a new ``[T, N]``.
     """
     _check_values(x_TN, table)
     coded, exact = split_tokens(x_TN.detach())

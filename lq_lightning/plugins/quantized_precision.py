@@ -56,8 +56,8 @@ class QuantizedPrecision(FullyShardedPrecision):
             2.2 bytes per parameter; ``"dynamic8"`` the 8-bit dynamic map; ``"fp8"`` and ``"int8"``
             plain formats, to compare with; ``"none"`` leaves the optimizers alone. The second
             moment has the same format. Or a full ``OptimizerQuantization``.
-        gradient_buffer: ``"int8"`` is the library's own code, 1.125 bytes per parameter;
-            ``"fp8_e4m3"`` that of AGoQ §5; ``"none"`` accumulates in full precision. Or a
+        gradient_buffer: ``"int8"`` has a scale per 32 values, 1.125 bytes per parameter;
+            ``"fp8_e4m3"`` is the code of AGoQ §5; ``"none"`` accumulates in full precision. Or a
             ``CodecSpec``. Only used with automatic optimization and gradient accumulation.
 
     Raises:

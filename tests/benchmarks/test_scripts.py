@@ -34,8 +34,8 @@ Load = Callable[[str], ModuleType]
         ("all_reduce.py", ("--cpu", "--sizes", "64K", "--seconds", "0.01"), "0.0625 MiB"),
         (
             "gradient_buffer.py",
-            ("--data", "gaussian", "--numel", "4096", "--schemes", "int8-g32-half-steps"),
-            "int8-g32-half-steps",
+            ("--data", "gaussian", "--numel", "4096", "--schemes", "int8-g32-fp32-scales"),
+            "int8-g32-fp32-scales",
         ),
         ("host_time.py", ("--layers", "2", "--repeats", "2"), "exchanges us/unit"),
     ],

@@ -44,8 +44,6 @@ def test_what_a_table_says(given_widths: list[int]) -> None:
     assert table.channels == len(given_widths)
     assert table.counts == tuple(given_widths.count(width) for width in range(1, 17))
     assert table.mean == pytest.approx(sum(given_widths) / len(given_widths))
-    order = table.order.tolist()
-    assert order == sorted(range(len(order)), key=lambda line: (given_widths[line], line))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +77,9 @@ def test_any_other_bytes_are_a_table(content: bytes) -> None:
         ([4.0], "torch.float32"),
         (torch.ones(2, 2, dtype=torch.int64), r"\(2, 2\)"),
         (torch.ones(3, dtype=torch.bool), "torch.bool"),
-        ([4, 0, 17], "line 1 has 0 bits; allowed: 1 to 16"),
-        ([4, 17], "line 1 has 17 bits"),
-        ([-(2**40)], "line 0 has -1099511627776 bits"),
+        ([4, 0, 17], "channel 1 has 0 bits; allowed: 1 to 16"),
+        ([4, 17], "channel 1 has 17 bits"),
+        ([-(2**40)], "channel 0 has -1099511627776 bits"),
     ],
 )
 def test_widths_that_are_none(given_widths: Any, match: str) -> None:

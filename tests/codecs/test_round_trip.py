@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lq_testing.codec_data import FP32_MAX, codec_specs
 
 from lq_lightning.codecs import CodecSpec, decode, encode
-from lq_lightning.kernels.message import CODES, FloatCode, IntegerCode, TableCode
+from lq_lightning.kernels.message import CODES
 from lq_lightning.kernels.message import reference as blocks
 
 # Relative error of the few fp32 operations on the way (each 2**-24).
@@ -32,12 +32,12 @@ def error_bound(spec: CodecSpec, x: torch.Tensor, scale: torch.Tensor) -> torch.
     steps = 1.0 if spec.rounding == "stochastic" else 0.5
     magnitude = x.abs()
     code = CODES[spec.code]
-    if isinstance(code, FloatCode):
+    if code.kind == "float":
         smallest = 2.0 ** (code.min_exponent - code.mantissa_bits)
         # One unit in the last place of |x|, never below that of the subnormals.
         unit = torch.maximum(2.0**-code.mantissa_bits * magnitude, smallest * scale)
         return steps * unit * (1 + SLOP) + SLOP * magnitude
-    if isinstance(code, TableCode):
+    if code.kind == "table":
         widest = max(b - a for a, b in zip(code.levels[:-1], code.levels[1:], strict=True))
         return steps * widest * scale * (1 + SLOP) + SLOP * magnitude + 2.0**-126
     levels = 2.0**code.bits
@@ -99,7 +99,7 @@ def test_transformed_error_is_bounded(spec: CodecSpec, seed: int, numel: int, si
     scale = stored_scales(spec, message, padded).view(-1, size)
     unit = scale
     code = CODES[spec.code]
-    if isinstance(code, FloatCode):
+    if code.kind == "float":
         unit = scale * code.max_value * 2.0**-code.mantissa_bits
     inverse_norm = spec.message_format.inverse_norm
     bound = steps * unit[:, 0] * size * inverse_norm
@@ -111,19 +111,19 @@ def test_transformed_error_is_bounded(spec: CodecSpec, seed: int, numel: int, si
 @pytest.mark.parametrize(
     ("code", "rounding"),
     [(code, "nearest") for code in CODES]
-    + [(code, "stochastic") for code, entry in CODES.items() if not isinstance(entry, TableCode)],
+    + [(code, "stochastic") for code, entry in CODES.items() if entry.kind != "table"],
 )
 def test_representable_values_are_kept(code: str, rounding: str) -> None:
     """Values on the grid of their scale come back exactly, whatever the rounding."""
     spec = CodecSpec(code=code, group_size=256, rounding=rounding)  # type: ignore[arg-type]
     entry = CODES[code]
-    if isinstance(entry, FloatCode):
+    if entry.kind == "float":
         x = blocks.dequantize_codes(
             torch.arange(2**entry.bits, dtype=torch.uint8), spec.message_format
         )
         x = x[x.abs() <= entry.max_value]  # others are what FP8 has for infinities and NaN
         x = torch.cat([x, torch.zeros(256 - x.numel())])[None]
-    elif isinstance(entry, TableCode):
+    elif entry.kind == "table":
         x = torch.tensor(entry.levels).repeat(16)[None]
     else:
         largest = 2 ** (int(code[3:]) - 1) - 1
@@ -132,9 +132,7 @@ def test_representable_values_are_kept(code: str, rounding: str) -> None:
     assert torch.equal(decode(spec, encode(spec, x, seed=1), x.shape[1]), x)
 
 
-@pytest.mark.parametrize(
-    "code", [c for c, entry in CODES.items() if isinstance(entry, IntegerCode)]
-)
+@pytest.mark.parametrize("code", [c for c, entry in CODES.items() if entry.kind == "integer"])
 def test_asymmetric_ends_are_kept(code: str) -> None:
     """The minimum is exact with an fp32 scale, and a constant group is exact."""
     spec = CodecSpec(code=code, group_size=64, symmetric=False)  # type: ignore[arg-type]
@@ -154,7 +152,7 @@ def test_zeros_decode_to_exact_zeros(spec: CodecSpec, numel: int) -> None:
     decoded = decode(spec, encode(spec, x, seed=9), numel)
     assert torch.equal(decoded, torch.zeros(2, numel))
     # Floating-point codes have a negative zero, which torch's casts keep too.
-    if not isinstance(CODES[spec.code], FloatCode):
+    if CODES[spec.code].kind != "float":
         assert not decoded.signbit().any()
 
 
@@ -197,54 +195,11 @@ def test_subnormal_groups(scale_dtype: str, symmetric: bool) -> None:
         assert ((decoded - x).abs() <= 2 * x.abs().amax()).all()
 
 
-def test_small_half_precision_scales_do_not_clip() -> None:
-    """Scales are rounded up, so the bound of half a step holds for subnormal scales too."""
-    spec = CodecSpec(code="int8", group_size=16, scale_dtype="float16")
-    x = torch.randn(1, 1600) * 127 * 2.0**-24 / 3
-    message = encode(spec, x)
-    error = (decode(spec, message, 1600) - x).abs()
-    assert (error <= stored_scales(spec, message, 1600) * 0.5 * (1 + SLOP)).all()
-
-
 def test_asymmetric_padding_does_not_widen_the_range() -> None:
     spec = CodecSpec(code="int4", group_size=64, symmetric=False)
     x = torch.rand(1, 67) + 100.0
     decoded = decode(spec, encode(spec, x), 67)
     assert ((decoded - x).abs() <= 0.5 / 15 + 1e-4).all()
-
-
-# Measured on Gaussian data, group 128, nearest: relative L2 error; floors leave 5% of room.
-@pytest.mark.parametrize(
-    ("code", "relative_error"),
-    [
-        ("int4", 0.118),
-        ("int8", 0.0065),
-        ("fp4_e2m1", 0.109),
-        ("nf4", 0.096),
-        ("fp8_e4m3", 0.026),
-        ("fp8_e5m2", 0.052),
-        ("int2", 0.75),
-    ],
-)
-def test_error_on_gaussian_data(code: str, relative_error: float) -> None:
-    x = torch.randn(8, 8192)
-    spec = CodecSpec(code=code, group_size=128)  # type: ignore[arg-type]
-    nearest = ((decode(spec, encode(spec, x), 8192) - x).norm() / x.norm()).item()
-    assert nearest <= relative_error * 1.05
-    if code == "nf4":
-        return
-    noisy = dataclasses.replace(spec, rounding="stochastic")
-    stochastic = ((decode(noisy, encode(noisy, x, seed=0), 8192) - x).norm() / x.norm()).item()
-    assert nearest < stochastic <= nearest * 2**0.5 * 1.05
-
-
-def test_transform_helps_where_there_are_outliers() -> None:
-    x = torch.randn(4, 8192)
-    x[:, ::97] *= 30
-    plain = CodecSpec(code="int4", group_size=128)
-    smooth = dataclasses.replace(plain, hadamard_size=32)
-    errors = [(decode(spec, encode(spec, x), 8192) - x).norm() for spec in (plain, smooth)]
-    assert errors[1] < 0.8 * errors[0]
 
 
 @pytest.mark.parametrize("code", CODES)

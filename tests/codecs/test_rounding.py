@@ -10,41 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
-from lq_lightning.kernels.message import CODES, FloatCode, IntegerCode, TableCode
+from lq_lightning.kernels.message import CODES
 from lq_lightning.kernels.message import reference as blocks
 
 
-@pytest.mark.parametrize(
-    "code", [c for c, entry in CODES.items() if not isinstance(entry, TableCode)]
-)
+@pytest.mark.parametrize("code", [c for c, entry in CODES.items() if entry.kind != "table"])
 @pytest.mark.parametrize("fraction", [0.01, 0.37, 0.993])
 def test_unbiased(code: str, fraction: float) -> None:
     """The mean over many elements is the value: five standard errors plus the noise's grid."""
     spec = CodecSpec(code=code, group_size=128, rounding="stochastic")  # type: ignore[arg-type]
     entry = CODES[code]
-    if isinstance(entry, FloatCode):
+    if entry.kind == "float":
         low = 2.0 ** math.floor(math.log2(entry.max_value / 3))  # any normal code will do
         largest, step = entry.max_value, low * 2.0**-entry.mantissa_bits
     else:
         largest, low, step = 2.0 ** (entry.bits - 1) - 1, 0.0, 1.0
     value = low + fraction * step
     count = 1 << 17
-    x = torch.full((1, count), value)
+    x = torch.full((2, count), value)
+    x[1] *= -1
     x[:, ::128] = largest
     decoded = decode(spec, encode(spec, x, seed=11), count)
     grid = 2.0 ** -(spec.message_format.fraction_bits + 1)
-    kept = decoded[x == value] if value != largest else decoded
-    assert set(kept.unique().tolist()) <= {low, low + step}
-    deviation = step * (fraction * (1 - fraction) / kept.numel()) ** 0.5
-    assert abs(kept.double().mean().item() - value) <= 5 * deviation + step * grid
-
-
-def test_negative_values_are_unbiased_too() -> None:
-    spec = CodecSpec(code="int4", group_size=128, rounding="stochastic")
-    x = torch.full((1, 1 << 17), -2.25)
-    x[:, ::128] = 7.0
-    kept = decode(spec, encode(spec, x, seed=3), 1 << 17)[x == -2.25]
-    assert abs(kept.double().mean().item() + 2.25) <= 5 * (0.25 * 0.75 / kept.numel()) ** 0.5
+    for kept in (decoded[0][x[0] != largest], -decoded[1][x[1] != largest]):
+        assert set(kept.unique().tolist()) <= {low, low + step}
+        deviation = step * (fraction * (1 - fraction) / kept.numel()) ** 0.5
+        assert abs(kept.double().mean().item() - value) <= 5 * deviation + step * grid
 
 
 @pytest.mark.parametrize("bits", [7, 8, 9, 12, 16])
@@ -83,25 +74,16 @@ def test_rows_and_seeds_differ() -> None:
     assert not torch.equal(first, second)
     assert torch.equal(first, encode(spec, x, seed=1))
     assert torch.equal(encode(spec, x, seed=2**64 + 1), first)
-
-
-def test_seed_is_needed() -> None:
-    spec = CodecSpec(code="int4", group_size=128, rounding="stochastic")
     with pytest.raises(ValueError, match="seed=None with rounding='stochastic'"):
-        encode(spec, torch.randn(1, 16))
-
-
-def test_nearest_ignores_the_seed() -> None:
-    spec = CodecSpec(code="int4", group_size=128)
-    x = torch.randn(1, 4096)
-    assert torch.equal(encode(spec, x, seed=1), encode(spec, x))
+        encode(spec, x)
+    nearest = CodecSpec(code="int4", group_size=128)
+    assert torch.equal(encode(nearest, x, seed=1), encode(nearest, x))
 
 
 @given(st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=4))
-def test_derived_seeds_are_63_bits_and_reproducible(parts: list[int]) -> None:
+def test_derived_seeds_are_63_bits(parts: list[int]) -> None:
     seed = derive_seed(*parts)
     assert 0 <= seed < 2**63
-    assert seed == derive_seed(*parts)
 
 
 def test_derived_seeds_depend_on_order_number_and_value() -> None:
@@ -114,15 +96,13 @@ def test_derived_seeds_depend_on_order_number_and_value() -> None:
 
 def test_derived_seed_is_stable() -> None:
     """Checkpoints and ranks of different machines rely on this value."""
-    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
+    assert derive_seed(1, 2, 3) == 1355775664812041193
     bits = sum(bin(derive_seed(n) ^ derive_seed(n + 1)).count("1") for n in range(256)) / 256
     assert 29 < bits < 34
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(
-    "code", [c for c, entry in CODES.items() if isinstance(entry, IntegerCode)]
-)
+@pytest.mark.parametrize("code", [c for c, entry in CODES.items() if entry.kind == "integer"])
 def test_noise_never_leaves_the_code(code: str, symmetric: bool) -> None:
     """The ends of 2**15 groups of all magnitudes stay the ends, up to fp32 rounding."""
     spec = CodecSpec(

@@ -12,7 +12,7 @@ from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message import rows as reference_rows
+from lq_lightning.kernels.message import reference as reference_rows
 from lq_lightning.kernels.message.triton_rounding import mixed_noise
 
 FORMAT = MessageFormat(

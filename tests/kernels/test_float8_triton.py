@@ -17,7 +17,7 @@ from lq_lightning.kernels.float8 import (
     reference,
 )
 from lq_lightning.kernels.float8.triton_kernels import CastTile, RebuildTile
-from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat
+from lq_lightning.kernels.message import CODES, MessageFormat
 from lq_lightning.kernels.message.matrix import encode_matrix
 from lq_lightning.kernels.norm import KINDS
 
@@ -29,7 +29,7 @@ pytestmark = [
 E4M3 = torch.float8_e4m3fn
 INF, NAN = float("inf"), float("nan")
 KINDS_OF_CODES = [(code, True) for code in CODES] + [
-    (code, False) for code, entry in CODES.items() if isinstance(entry, IntegerCode)
+    (code, False) for code, entry in CODES.items() if entry.kind == "integer"
 ]
 SCALES = ("float32", "bfloat16", "float16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

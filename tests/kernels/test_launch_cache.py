@@ -17,8 +17,10 @@ from torch import Tensor
 import lq_lightning
 from lq_lightning.kernels import activation, float8, norm
 from lq_lightning.kernels.message import (
+    accumulate_,
     dequantize_out,
     launch_cache,
+    operators,
     parse_format,
     quantize_out,
     requantize_out,
@@ -37,11 +39,11 @@ class OnGpu(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    launch_cache.forget_calls()
+    operators.clear_cached_calls()
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     yield
-    launch_cache.forget_calls()
+    operators.clear_cached_calls()
 
 
 class FakeKernel:
@@ -121,17 +123,19 @@ def test_facts_tell_apart_what_checks_and_choices_depend_on() -> None:
         base.to("meta")[:32, :32].half(),
         None,
     ]
-    assert len({launch_cache.facts(tensor) for tensor in tensors}) == len(tensors)
-    assert launch_cache.facts(base[:32, :32]) == launch_cache.facts(torch.zeros(33, 48)[:32, :32])
+    assert len({operators.tensor_key(tensor) for tensor in tensors}) == len(tensors)
+    assert operators.tensor_key(base[:32, :32]) == operators.tensor_key(
+        torch.zeros(33, 48)[:32, :32]
+    )
     if torch.cuda.is_available():
-        assert launch_cache.facts(base) != launch_cache.facts(base.cuda())
+        assert operators.tensor_key(base) != operators.tensor_key(base.cuda())
 
 
 def test_calls_that_never_come_again_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_cache, "MAX_CALLS", 3)
+    monkeypatch.setattr(operators, "MAX_CALLS", 3)
     for key in range(7):
-        launch_cache.keep_call(key, [], launch_cache.launch_nothing)
-    assert [key for key in range(7) if launch_cache.find_call(key)] == [6]
+        operators.cache_call(key, [], launch_cache.launch_nothing)
+    assert [key for key in range(7) if operators.find_call(key)] == [6]
 
 
 # A stand-in for the driver of a GPU: kernels are compiled, launches are printed. Of the package
@@ -256,6 +260,10 @@ def casts(x: Tensor, other: Tensor) -> Operations:
     yield float8.dequantize_float8, (message, *x.shape, FORMAT, torch.ones(1))
 
 
+def accumulate_into(x: Tensor, format: str, seed: int, message: Tensor) -> None:
+    accumulate_(message, x, format, seed)
+
+
 def codecs(x: Tensor, other: Tensor) -> Operations:
     """Seeds of stochastic rounding are numbers in which equal calls may differ."""
     codes, sums = "int8/32/symmetric/0/nearest/float32", "int4/32/symmetric/0/stochastic/float32"
@@ -280,12 +288,15 @@ def codecs(x: Tensor, other: Tensor) -> Operations:
         (requantize_out, (*sum_of, 4), (encoded,), ()),
         (requantize_out, (*sum_of, 4), (encoded[:last],), (0,)),
         (requantize_out, (*sum_of, 4), (encoded[:last],), (last,)),
+        (accumulate_into, (other, codes, 0), (message,), ()),
+        (accumulate_into, (x, sums, 5), (encoded,), ()),
+        (accumulate_into, (x, sums, 6), (encoded,), ()),
     ):
 
         def written(
             *args: Any, operator: Any = operator, count: int = len(outs), skip: Any = skip
         ) -> list[Tensor]:
-            made = [out.clone() for out in args[-count:]]
+            made = [out.clone().as_subclass(type(out)) for out in args[-count:]]
             operator(*args[:-count], *made, *skip)
             return made
 
@@ -314,16 +325,14 @@ def check_operators(
         for operator, args in make(x, other):
             for _ in range(2):
                 x.copy_(-x.flip(0))  # the second time by a repeated launch, of other values
-                kept, launch_cache._CALLS = (
-                    launch_cache._CALLS,
-                    {},
-                )  # of the CPU, which the stand-in is, too
+                # the stand-in is on the CPU, too
+                kept, operators._CALLS = operators._CALLS, {}
                 expected = operator(*args)
-                launch_cache._CALLS = kept
+                operators._CALLS = kept
                 actual = operator(*[on_gpu(arg, device) for arg in args])
                 for got, want in zip(listed(actual), listed(expected), strict=True):
                     check_equal(got.cpu().as_subclass(Tensor), want)
-    assert launch_cache._CALLS
+    assert operators._CALLS
 
 
 def listed(results: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from lq_lightning.kernels.activation import activation_backward, activation_quantize
 from lq_lightning.kernels.float8 import float8_quantize
 from lq_lightning.kernels.message import (
+    accumulate_,
     dequantize,
     dequantize_out,
     parse_format,
@@ -51,6 +52,7 @@ def test_opcheck(device: str, numel: int) -> None:
     torch.library.opcheck(requantize, (messages, numel, EIGHT, FOUR, 0))
     out = requantize(messages, numel, EIGHT, FOUR, 0)
     torch.library.opcheck(requantize_out, (messages, numel, EIGHT, FOUR, 0, out))
+    torch.library.opcheck(accumulate_, (message.clone(), x, EIGHT, 0))
 
 
 def _results() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The Triton kernels produce the bits of the torch reference."""
+"""The Triton kernels produce the bits of the torch reference, also of strided and skipped rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.codecs import named_codec
 from lq_lightning.data_parallel import WeightQuantization
-from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
-from lq_lightning.kernels.message import rows as reference_rows
+from lq_lightning.kernels.message import CODES, Code, MessageFormat
+from lq_lightning.kernels.message import reference as reference_rows
 from lq_lightning.kernels.message.format import CELLS_PER_UNIT
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 KINDS = [(code, True) for code in CODES] + [
-    (code, False) for code, entry in CODES.items() if isinstance(entry, IntegerCode)
+    (code, False) for code, entry in CODES.items() if entry.kind == "integer"
 ]
 # More than a whole tile of the interpreter, and an incomplete one.
 NUMEL = 1024 + 333
@@ -95,14 +95,18 @@ def check_requantize(
     source: MessageFormat,
     target: MessageFormat,
     device: torch.device,
+    added: torch.Tensor | None = None,
 ) -> None:
+    """With ``added``, the sum replaces the message."""
     from lq_lightning.kernels.message.triton_kernels import launch_requantize
 
     shape = (message.shape[1], target.layout(numel).nbytes)
-    expected = torch.full(shape, 0xFF, dtype=torch.uint8)
-    reference_rows.requantize(message, numel, source, target, 5, expected)
-    actual = torch.full(shape, 0xFF, dtype=torch.uint8, device=device)
-    launch_requantize(message.to(device), numel, source, target, 5, actual)
+    expected = torch.full(shape, 0xFF, dtype=torch.uint8) if added is None else message[0].clone()
+    actual = expected.to(device, copy=True)
+    sources = (message, message.to(device)) if added is None else (expected[None], actual[None])
+    reference_rows.requantize(sources[0], numel, source, target, 5, expected, None, added)
+    added = None if added is None else added.to(device)
+    launch_requantize(sources[1], numel, source, target, 5, actual, None, added)
     assert torch.equal(actual.cpu(), expected)
 
 
@@ -115,7 +119,7 @@ def test_every_code(index: int, turn: int, device: torch.device) -> None:
         code,
         symmetric=symmetric,
         hadamard_size=(0, 32)[turn],
-        stochastic=bool((index + turn) % 2) and not isinstance(CODES[code], TableCode),
+        stochastic=bool((index + turn) % 2) and CODES[code].kind != "table",
         scale_dtype=SCALES[(index + turn) % (4 if symmetric else 3)],
     )
     x = awkward_rows(2, NUMEL, 64, huge=not turn).to(DTYPES[index % 3])
@@ -157,17 +161,18 @@ def test_mxfp4_groups(values: list[float], rest: int, kind: tuple[int, bool]) ->
 
 
 @pytest.mark.parametrize(
-    ("hadamard_size", "symmetric"), [(16, True), (64, False), (128, True), (128, False)]
+    ("code", "group_size", "changes"),
+    [("int8", 128, {"hadamard_size": size, "symmetric": size != 64}) for size in (16, 64, 128)]
+    + [("int8", 128, {"hadamard_size": 128, "symmetric": False})]
+    + [
+        ("int5", size, {"symmetric": False, "scale_dtype": "bfloat16"})
+        for size in (16, 256, 1024, 4096)
+    ],
 )
-def test_every_hadamard_size(hadamard_size: int, symmetric: bool, device: torch.device) -> None:
-    fmt = make_format("int8", group_size=128, symmetric=symmetric, hadamard_size=hadamard_size)
-    message = check_quantize(awkward_rows(1, NUMEL, 128), fmt, device)
-    check_dequantize(message[None], NUMEL, fmt, device)
-
-
-@pytest.mark.parametrize("group_size", [16, 256, 1024, 4096])
-def test_group_sizes(group_size: int, device: torch.device) -> None:
-    fmt = make_format("int5", group_size=group_size, symmetric=False, scale_dtype="bfloat16")
+def test_sizes_of_transforms_and_groups(
+    code: str, group_size: int, changes: dict[str, object], device: torch.device
+) -> None:
+    fmt = make_format(code, group_size=group_size, **changes)
     numel = max(group_size, 1024) + 77
     message = check_quantize(awkward_rows(1, numel, group_size), fmt, device)
     check_dequantize(message[None], numel, fmt, device)
@@ -204,7 +209,7 @@ def test_values_near_thresholds_of_a_table(
 ) -> None:
     """And at the ends of cells; the second table has two thresholds in one."""
     if levels is not None:
-        monkeypatch.setitem(CODES, "near", TableCode(levels))
+        monkeypatch.setitem(CODES, "near", Code("table", 2, levels=levels))
     fmt = make_format("nf4" if levels is None else "near", group_size=1024)
     assert bool(fmt.cells) == (levels is None)
     middles = torch.tensor(fmt.thresholds)
@@ -345,14 +350,23 @@ def test_requantize(
     check_requantize(message, NUMEL, source, target, device)
 
 
-def test_requantize_equals_decode_then_encode(device: torch.device) -> None:
-    source, target = make_format("int8", symmetric=False), make_format("int4", symmetric=False)
-    message = check_quantize(torch.randn(4, 1001), source, device).view(2, 2, -1)
-    decoded = check_dequantize(message, 1001, source, device)
-    expected = check_quantize(decoded, target, device)
-    actual = torch.empty_like(expected)
-    reference_rows.requantize(message, 1001, source, target, 0, actual)
-    assert torch.equal(actual, expected)
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("int8", {"group_size": 32}),
+        ("int5", {"symmetric": False, "hadamard_size": 32, "scale_dtype": "bfloat16"}),
+        ("int6", {"hadamard_size": 64, "stochastic": True}),
+        ("fp8_e4m3", {"group_size": 128}),
+    ],
+)
+def test_values_are_added_in_place(
+    code: str, changes: dict[str, object], device: torch.device
+) -> None:
+    fmt = make_format(code, **changes)
+    message = check_quantize(awkward_rows(2, NUMEL, 64), fmt, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        added = awkward_rows(2, NUMEL, 32).to(dtype)
+        check_requantize(message[None], NUMEL, fmt, fmt, device, added)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**62 + 12345])
@@ -438,3 +452,72 @@ def test_tiles_begin_and_end_anywhere(code: str, device: torch.device) -> None:
         **{"BLOCK": 128, "FORMAT": fmt, "enable_fp_fusion": False},
     )
     assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("group_size", [64, 0])
+def test_rows_of_two_strides(group_size: int, device: torch.device) -> None:
+    """Rows ordered by node on one side of a message, by local rank on the other."""
+    from lq_lightning.kernels.message.triton_kernels import launch_dequantize, launch_quantize
+
+    fmt = make_format("int6", hadamard_size=16, stochastic=True, group_size=group_size)
+    nbytes = fmt.layout(1200).nbytes
+    wide = torch.randn(12, 1300)
+    expected = torch.full((12, nbytes), 0xFF, dtype=torch.uint8)
+    reference_rows.quantize(wide[:, 8:1208], None, fmt, 3, expected)
+    x = wide.to(device).view(3, 4, 1300)[..., 8:1208]
+    messages = torch.full((4, 3, nbytes), 0xFF, dtype=torch.uint8, device=device)
+    launch_quantize(x, None, fmt, 3, messages.transpose(0, 1))
+    assert torch.equal(messages.transpose(0, 1).reshape(12, nbytes).cpu(), expected)
+    messages.fill_(0xFF)
+    reference_rows.quantize(x.cpu(), None, fmt, 3, on_cpu := messages.cpu().transpose(0, 1))
+    assert torch.equal(on_cpu.reshape(12, nbytes), expected)
+
+    target = torch.full((12, 1300), 7.0)
+    decoded = torch.full((4, 3, 1300), 7.0, device=device).transpose(0, 1)
+    twice = expected.expand(2, -1, -1)
+    reference_rows.dequantize(twice, 1200, fmt, 0.5, True, target[:, 8:1208])
+    in_order = on_cpu.to(device).expand(2, -1, -1, -1)
+    launch_dequantize(in_order, 1200, fmt, 0.5, True, decoded[..., 8:1208])
+    assert torch.equal(decoded.reshape(12, 1300).cpu(), target)
+    again = torch.full((3, 4, 1300), 7.0)
+    reference_rows.dequantize(in_order.cpu(), 1200, fmt, 0.5, True, again[..., 8:1208])
+    assert torch.equal(again.view(12, 1300), target)
+
+
+def test_too_many_rows_of_two_strides() -> None:
+    from lq_lightning.kernels.message.launch import RowSteps
+
+    assert RowSteps.of(torch.empty(1, 70000, 16)).rows == 70000
+    with pytest.raises(ValueError, match="65535"):
+        RowSteps.of(torch.empty(2, 70000, 16))
+
+
+@pytest.mark.parametrize("skip", [0, 3, 4])
+def test_a_row_is_left_out(skip: int, device: torch.device) -> None:
+    from lq_lightning.kernels.message.triton_kernels import launch_quantize, launch_requantize
+
+    source, target = make_format("int8"), make_format(stochastic=True)
+    x = torch.randn(5, NUMEL)
+    kept = [row for row in range(5) if row != skip]
+    messages = torch.empty(10, source.layout(NUMEL).nbytes, dtype=torch.uint8)
+    reference_rows.quantize(torch.cat((x, -2 * x)), None, source, 0, messages)
+    messages = messages.view(2, 5, -1)
+    rows = torch.full((4, target.layout(NUMEL).nbytes), 0xFF, dtype=torch.uint8)
+    for reference, launch, whole in (
+        (reference_rows.quantize, launch_quantize, x),
+        (reference_rows.requantize, launch_requantize, messages),
+    ):
+        results = []
+        for run, values, place, left_out in (
+            (reference, whole[..., kept, :], torch.device("cpu"), None),
+            (reference, whole, torch.device("cpu"), skip),
+            (launch, whole.to(device), device, skip),
+        ):
+            out = rows.to(place, copy=True)
+            if launch is launch_quantize:
+                run(values, None, target, 5, out, left_out)
+            else:
+                run(values, NUMEL, source, target, 5, out, left_out)
+            results.append(out.cpu())
+        assert torch.equal(results[1], results[0])
+        assert torch.equal(results[2], results[0])

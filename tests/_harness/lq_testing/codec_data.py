@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.kernels.message import CODES, SCALE_DTYPES, IntegerCode, MessageFormat, TableCode
+from lq_lightning.kernels.message import CODES, SCALE_DTYPES, MessageFormat
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -31,14 +31,14 @@ def codec_specs(with_rows: bool = True) -> st.SearchStrategy[CodecSpec]:
         code: str, log_group: int, hadamard: int, symmetric: bool, rounding: str, scale: str
     ) -> CodecSpec:
         group_size = 2**log_group if log_group <= 12 else 4096
-        kind = type(CODES[code])
-        symmetric = symmetric or kind is not IntegerCode or scale == "float8_e8m0fnu"
+        kind = CODES[code].kind
+        symmetric = symmetric or kind != "integer" or scale == "float8_e8m0fnu"
         return CodecSpec(
             code=code,  # type: ignore[arg-type]
             group_size=group_size if log_group <= 12 else "row",
             symmetric=symmetric,
             hadamard_size=min(hadamard, group_size, 128),
-            rounding="nearest" if kind is TableCode else rounding,  # type: ignore[arg-type]
+            rounding="nearest" if kind == "table" else rounding,  # type: ignore[arg-type]
             scale_dtype=scale,  # type: ignore[arg-type]
         )
 
