@@ -129,6 +129,7 @@ def _quantize_tile(
     row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, pointers, sizes, R: tl.constexpr
 ):
     FORMAT: tl.constexpr = R.format
+    ACTIVATION: tl.constexpr = R.activation
     x_ptr, up_ptr, y_ptr, message_ptr, up_message_ptr, amax_ptr = pointers
     x_stride, up_stride, message_stride, up_message_stride, rows = sizes
     count = numel - start
@@ -137,11 +138,11 @@ def _quantize_tile(
     if R.gated:
         up = _load(up_ptr + row * up_stride + start, count, R, FULL)
     x = x.to(tl.float32)
-    y = activate(x, R.activation)
+    y = activate(x, ACTIVATION)
     if R.gated:
         y = y * up.to(tl.float32)
     _store(y_ptr + row * numel + start, y, count, amax_ptr, R, R.amax, FULL)
-    x = encoded_input(x, count, BLOCK, R.activation, FORMAT, FULL)
+    x = encoded_input(x, count, BLOCK, ACTIVATION, FORMAT, FULL)
     _encode(x, message_ptr, message_stride, row, start, rows, numel, R, FULL)
     if R.gated:
         up = up.to(tl.float32)
@@ -176,6 +177,7 @@ def activation_quantize_kernel(
 def _dequantize_tile(
     row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, pointers, sizes, R: tl.constexpr
 ):
+    ACTIVATION: tl.constexpr = R.activation
     message_ptr, up_message_ptr, y_ptr = pointers
     message_stride, up_message_stride, rows, int_to_float = sizes
     # All loads before anything else, so that they are on their way together.
@@ -185,7 +187,7 @@ def _dequantize_tile(
         up_loaded = _load_encoded(
             up_message_ptr, up_message_stride, row, start, rows, numel, R, FULL
         )
-    y = activate(_decode(loaded, int_to_float, R), R.activation)
+    y = activate(_decode(loaded, int_to_float, R), ACTIVATION)
     if R.gated:
         y = y * _decode(up_loaded, int_to_float, R)
     _store(y_ptr + row * numel + start, y, numel - start, y_ptr, R, False, FULL)
@@ -215,6 +217,7 @@ def activation_dequantize_kernel(
 def _backward_tile(
     row, start, numel, BLOCK: tl.constexpr, FULL: tl.constexpr, pointers, sizes, R: tl.constexpr
 ):
+    ACTIVATION: tl.constexpr = R.activation
     message_ptr, up_message_ptr, dy_ptr, dx_ptr, dup_ptr, amax_ptr = pointers
     dy_stride, message_stride, up_message_stride, rows, int_to_float = sizes
     count = numel - start
@@ -227,7 +230,7 @@ def _backward_tile(
         up_loaded = _load_encoded(
             up_message_ptr, up_message_stride, row, start, rows, numel, R, FULL
         )
-    value, derivative = value_and_derivative(_decode(loaded, int_to_float, R), R.activation)
+    value, derivative = value_and_derivative(_decode(loaded, int_to_float, R), ACTIVATION)
     dy = dy.to(tl.float32)
     dx = dy
     if R.gated:

@@ -354,6 +354,7 @@ def launch_quantize(
 @triton.jit
 def _norm_values(centred, pointers, inverse, row, column, rows, numel, R: tl.constexpr):
     """``reference.norm_dequantize`` of a decoded tile, divided by the scale."""
+    NORM: tl.constexpr = R.norm
     rstd_ptr, weight_ptr, bias_ptr = pointers
     at = row + tl.arange(0, centred.shape[0]) * ROW_STEP
     if not R.even:
@@ -363,7 +364,7 @@ def _norm_values(centred, pointers, inverse, row, column, rows, numel, R: tl.con
     inside = along < numel
     if R.weight:
         weight = tl.load(weight_ptr + along, inside, 0.0)
-        y = y * (factor_of(weight, R.norm) * inverse)[None, :]
+        y = y * (factor_of(weight, NORM) * inverse)[None, :]
     else:
         y = y * inverse
     if R.bias:
@@ -397,6 +398,7 @@ def rebuild_kernel(
     """
     P: tl.constexpr = R.rows // ROW_STEP
     SIZE: tl.constexpr = P * R.columns
+    ACTIVATION: tl.constexpr = R.activation
     inverse = inverse_of(tl.load(scale_ptr))
     column = tl.program_id(0).to(tl.int64) * R.columns
     first_row = tl.program_id(1).to(tl.int64) * (P * ROW_STEP)
@@ -411,7 +413,7 @@ def rebuild_kernel(
             pointers = (rstd_ptr, weight_ptr, bias_ptr)
             y = _norm_values(y, pointers, inverse, row, column, rows, numel, R)
         elif R.activation != "":
-            y = activate(y, R.activation)
+            y = activate(y, ACTIVATION)
             if R.up:
                 y = y * decode_tile(
                     up_ptr, pitches, row, column, rows, numel, inverse, int_to_float, R

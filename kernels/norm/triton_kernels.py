@@ -49,11 +49,12 @@ def factor_of(weight, KIND: tl.constexpr):
 @triton.jit
 def _normalize(centred, rstd, weight, bias, X_DTYPE: tl.constexpr, R: tl.constexpr):
     """Output of a norm in fp32, not rounded yet; ``reference.normalize``."""
+    KIND: tl.constexpr = R.kind
     y = centred * rstd
     if R.kind == "rms_cast":
         y = round_output(y, X_DTYPE).to(tl.float32)
     if R.weight:
-        y = y * factor_of(weight, R.kind)
+        y = y * factor_of(weight, KIND)
     if R.bias:
         y = y + bias.to(tl.float32)
     return y
@@ -382,10 +383,12 @@ def norm_backward_kernel(
     instructions per element with a transform.
     """
     FORMAT: tl.constexpr = R.format
+    KIND: tl.constexpr = R.kind
+    BLOCK: tl.constexpr = R.block
     if R.weight:
         weight = _load_columns(weight_ptr, numel, R)
-    dweight = tl.zeros((R.block,), tl.float32)
-    dbias = tl.zeros((R.block,), tl.float32)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    dbias = tl.zeros((BLOCK,), tl.float32)
     tiles = tl.cdiv(rows, R.rows)
     step = tl.num_programs(0)
     pointers = (message_ptr, rstd_ptr, dy_ptr)
@@ -408,7 +411,7 @@ def norm_backward_kernel(
         wide = dy.to(tl.float32)
         gradient = wide
         if R.weight:
-            gradient = wide * factor_of(weight, R.kind)
+            gradient = wide * factor_of(weight, KIND)
         dx = _input_gradient(gradient, x_hat, rstd, share, R)
         result = round_output(dx, dx_ptr.dtype.element_ty)
         _store_tile(dx_ptr + row * numel, result, count, R.block, R.full)
