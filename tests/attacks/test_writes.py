@@ -453,21 +453,6 @@ class TwoLossesOfOneGraph(Manual):
         optimizer.step()
 
 
-@kind
-class Accumulates(Manual):
-    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        if batch_idx % 2 == 0:
-            with self.trainer.strategy.block_backward_sync():
-                self.manual_backward(self.loss(tokens) / 2)
-            return
-        self.manual_backward(self.loss(tokens) / 2)
-        self.seen.append(sum(p.grad.square().sum() for p in self.trained()))
-        torch.nn.utils.clip_grad_norm_(self.trained(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 # --- comparison -----------------------------------------------------------------------------------
 
 
@@ -503,10 +488,7 @@ def _fit(
 
 def _errors(make: type[Program], root: str, ranks: int) -> dict[str, float]:
     fit = partial(_fit, make, root, devices=ranks)
-    if make is Accumulates:  # DDP has no `block_backward_sync`; here nothing belongs to the root
-        expected = fit(QuantizedFSDPStrategy(**PLAIN, units=["Net"]))
-    else:
-        expected = fit("ddp_find_unused_parameters_true")
+    expected = fit("ddp_find_unused_parameters_true")
     # one rank is sharded only by hand
     runs = {"off": fit(QuantizedFSDPStrategy(**PLAIN), sharded=ranks == 1)}
     if make.codecs and ranks > 1:
