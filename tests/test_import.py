@@ -77,12 +77,11 @@ def test_import_is_fast_on_top_of_lightning(facts: dict[str, Any]) -> None:
     assert facts["seconds"] <= MAX_IMPORT_S
 
 
-def test_import_initialises_nothing(facts: dict[str, Any]) -> None:
+def test_import_initialises_nothing_and_loads_no_optional_dependency(
+    facts: dict[str, Any],
+) -> None:
     assert not facts["cuda"]
     assert not facts["process_group"]
-
-
-def test_import_loads_no_optional_dependency(facts: dict[str, Any]) -> None:
     assert not OPTIONAL & set(facts["new"])
 
 

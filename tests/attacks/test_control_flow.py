@@ -117,8 +117,6 @@ class _Steps(TinyModule):
             self.log("norm", embedded.detach().norm().nan_to_num())
         if self.program == "second shape" and len(tokens) == 1:
             loss = loss * embedded.isnan().float().mean()
-        if self.program == "beside the loss":
-            return {"loss": loss, "codes": embedded.argmax(-1)}
         return loss
 
     def validation_step(self, tokens: Tensor, batch_idx: int) -> Any:
@@ -129,7 +127,6 @@ class _Steps(TinyModule):
 def _all_ranks_hear_of_it(rank: int, world_size: int, root: str) -> None:
     expected = {
         "logged": "`_Steps.training_step`: what the step logs as 'norm' depends on `net.embed`",
-        "beside the loss": "`_Steps.training_step`: what the step returns depends on `net.embed`",
         "second shape": "`_Steps.training_step`: what the step returns depends on `net.embed`",
         "validation": "`_Steps.validation_step`: what the step returns depends on `net.embed`",
     }

@@ -125,10 +125,6 @@ def _every_way(rank: int, world: int) -> None:
                 _used(model, name)
 
 
-def test_every_way_of_writing_is_seen() -> None:
-    run_ranks(_every_way, 2)
-
-
 def _at_any_time(rank: int, world: int) -> None:
     """As of a teacher that follows, a critic whose weights are clamped, averages swapped in."""
     hidden, seen = REFRESHED["foreach_mul"], REFRESHED["in place"]
@@ -166,10 +162,6 @@ def _at_any_time(rank: int, world: int) -> None:
     assert counts == found
 
 
-def test_writes_are_seen_whenever_they_come() -> None:
-    run_ranks(_at_any_time, 2)
-
-
 def _without_waiting(rank: int, world: int) -> None:
     """As on a GPU, where the host does not always wait for what the device has found."""
     hidden, seen = REFRESHED["foreach_mul"], REFRESHED["in place"]
@@ -201,5 +193,6 @@ def _without_waiting(rank: int, world: int) -> None:
     assert communication.external_weight_updates == {"blocks.0": found["blocks.0"] + 2}
 
 
-def test_where_the_host_does_not_wait_writes_come_a_pass_late() -> None:
-    run_ranks(_without_waiting, 2)
+@pytest.mark.parametrize("check", [_every_way, _at_any_time, _without_waiting])
+def test_writes_are_seen_or_refused(check: Callable[[int, int], None]) -> None:
+    run_ranks(check, 2)

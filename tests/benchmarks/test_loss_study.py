@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +61,23 @@ def test_runs_that_would_say_nothing_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_processes_share_seeds_that_go_on_from_trunks(run: Run, tmp_path: Path) -> None:
+def test_processes_share_seeds_that_go_on_from_trunks(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Processes are runs of the script one after the other, here: importing torch takes longer."""
+
+    popen, started = subprocess.Popen, []
+
+    def start(command: list[str], **options: Any) -> Any:
+        if command[0] != sys.executable:
+            return popen(command, **options)
+        argv = sys.argv
+        started.append(command[2:])
+        run(Path(command[1]).name, *command[2:])
+        monkeypatch.setattr("sys.argv", argv)
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr("subprocess.Popen", start)
     report, variants = tmp_path / "report.json", "full precision;full precision perturbed;both"
     options = (*TEXT, "--preset", "gpt_smoke", "--steps", "9", "--seeds", "0-1", "--starts", "1")
     options = (*options, "--variants", variants, "--json", str(report))
@@ -66,8 +85,9 @@ def test_processes_share_seeds_that_go_on_from_trunks(run: Run, tmp_path: Path) 
     for trunk, more in (("0", ()), ("2", ("--processes", "2", "--details"))):
         shown = run("loss_study.py", *options, "--trunk-steps", trunk, *more)
         found = json.loads(report.read_text())["results"]["variants"]
-        assert [run["seed"] for run in found["both"]] == [0, 1]
+        assert [each["seed"] for each in found["both"]] == [0, 1]
         losses[trunk] = {name: [run["val_loss"] for run in runs] for name, runs in found.items()}
+    assert [options[-1] for options in started] == ["0", "1"]
     # What follows a trunk in full precision is the same run, up to the size of products.
     exact = [losses[trunk]["full precision"] for trunk in losses]
     assert exact[0] == pytest.approx(exact[1], rel=1e-6)
