@@ -47,15 +47,20 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     Reads them once; on a GPU in one launch for each size of elements, without waiting for it.
 
     Args:
-        tensors: Contiguous, on one device, of any dtype and shape.
+        tensors: Contiguous, of any dtype and shape, on one device and the CPU (offloaded shards).
 
     Returns:
-        ``[len(tensors)]`` int64, on their device.
+        ``[len(tensors)]`` int64, on that device.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
-    if tensors[0].is_cuda:
-        from lq_lightning.kernels.checksum.triton_kernels import launch_checksums
+    first = next((tensor for tensor in tensors if tensor.is_cuda), None)
+    if first is None:
+        return torch.stack([checksum(tensor) for tensor in tensors])
+    from lq_lightning.kernels.checksum.triton_kernels import launch_checksums
 
-        return launch_checksums(tensors)
-    return torch.stack([checksum(tensor) for tensor in tensors])
+    sums = launch_checksums([t if t.is_cuda else first.new_empty(0) for t in tensors])
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_cuda and tensor.numel():  # the kernel cannot read host memory
+            sums[index] = checksum(tensor)
+    return sums

@@ -310,7 +310,8 @@ class ShardIdentity(NamedTuple):
     """Tensors that a sharded parameter consists of."""
 
     local: Tensor
-    storage: torch.UntypedStorage  # of the DTensor, without memory; no other gets its address
+    # of the DTensor itself, without memory; held so that no other gets its address
+    storage: torch.UntypedStorage
 
 
 def shard_identity(param: GroupParam) -> ShardIdentity:

@@ -178,6 +178,7 @@ def let_go_of_casts(output: Tensor) -> bool:
 
     It is computed again from leaves that require gradients, which autocast takes for weights: it
     would keep them, their casts and their gradients.
+
     Returns whether the graph of ``output`` has such regions.
     """
     regions = [n for n in _nodes(output) if type(n).__name__ == "CheckpointFunctionBackward"]
@@ -219,6 +220,7 @@ def wanted_gradients(ctx: Any, tensors: tuple[bool, ...]) -> tuple[bool, ...]:
     others only: the split backward of zero-bubble pipelines runs once for inputs and once for
     weights, and would compute everything twice (pytorch issues 166577 and 174017). The engine knows
     better.
+
     Args:
         ctx: Context of the function, within its ``backward``.
         tensors: Which of the first arguments of ``forward`` were tensors, not None. No tensor comes

@@ -10,6 +10,7 @@ from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.checksum import checksums
+from lq_lightning.kernels.checksum.op import checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]
 
@@ -54,3 +55,35 @@ def test_any_change_changes_it(change: Callable[[Tensor], object], dtype: torch.
     change(values)
     assert not torch.equal(checksums([values]), before)
     assert torch.equal(checksums([values]), checksums([values]))
+
+
+class _OnGpu(Tensor):
+    is_cuda = True
+
+
+@skip_old_interpreter
+@pytest.mark.parametrize("place", range(4))
+def test_the_kernel_gets_no_tensor_of_the_cpu(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    from lq_lightning.kernels.checksum import triton_kernels
+
+    launched: list[Tensor] = []
+
+    def launch(tensors: list[Tensor]) -> Tensor:
+        launched.extend(tensors)
+        return torch.stack([checksum(t.as_subclass(Tensor)) for t in tensors])
+
+    monkeypatch.setattr(triton_kernels, "launch_checksums", launch)
+    tensors = [_values(n) for n in (0, 5, 1025, 7)]
+    mixed = [t.as_subclass(_OnGpu) if n == place else t for n, t in enumerate(tensors)]
+    assert checksums(mixed).tolist() == checksums(tensors).tolist()
+    assert [t.is_cuda for t in launched] == [True] * 4
+    assert sum(t.numel() for t in launched) == tensors[place].numel()
+
+
+@skip_old_interpreter
+def test_offloaded_tensors_lie_between_others(device: torch.device) -> None:
+    tensors = [_values(n) for n in (0, 5, 1025, 7)]
+    mixed = [t.to(device) if n % 2 else t for n, t in enumerate(tensors)]
+    found = checksums(mixed)
+    assert found.device.type == device.type
+    assert found.tolist() == checksums(tensors).tolist()
