@@ -65,6 +65,21 @@ def test_stages_compute_what_one_stage_does(name: str, inside: bool) -> None:
         torch.testing.assert_close(run(num_stages), alone, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["dropout", "checkpointed calls"])
+def test_layers_draw_different_numbers_and_the_same_again_for_backward(name: str) -> None:
+    ranks = cut(DrawingModel(), PROGRAMS[name], BATCHES, 3)
+    for module in ranks.modules:
+        for block in module.blocks:
+            if not hasattr(block, "absent_name"):
+                block.drawn.clear()
+    seed_everything(0)
+    _losses_and_gradients(ranks)
+    blocks = [b for m in ranks.modules for b in m.blocks if not hasattr(b, "absent_name")]
+    drawn = Counter(number for block in blocks for numbers in block.drawn for number in numbers)
+    assert set(drawn.values()) == {2 if name == "checkpointed calls" else 1}
+    assert len(drawn) == 3 * 2 * 3
+
+
 def test_generators_are_where_they_were_behind_a_batch() -> None:
     model = DrawingModule()
     numbers = RandomNumbers()
