@@ -75,7 +75,8 @@ class BoundaryCodec(ABC):
 
     For every message the receiver calls ``nbytes`` once and then ``decode``; the sender calls
     ``encode``. Both ends see the messages of one boundary and direction in the same order. Several
-    may be announced by ``nbytes`` before the first is decoded.
+    may be announced by ``nbytes`` before the first is decoded: sizes can depend on messages that
+    were announced earlier, never on decoded values.
 
     Attributes:
         name: name in options and reports.

@@ -24,7 +24,12 @@ from lq_testing.pipeline_toys import (
 )
 from torch import Tensor, nn
 
-from lq_lightning.pipeline.boundary import BoundaryCodec, Message, make_boundary_codec
+from lq_lightning.pipeline.boundary import (
+    AQSGDQuantization,
+    BoundaryCodec,
+    Message,
+    make_boundary_codec,
+)
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.execution import Stage
 from lq_lightning.pipeline.schedules import in_flight
@@ -156,6 +161,38 @@ def test_payloads_are_those_of_the_codec(case: tuple[str, int, int, int]) -> Non
     assert all(m.backward for m in receiver.backward_codec.encoded)  # type: ignore[attr-defined]
     asked = [(m.boundary, m.microbatch) for m in receiver.forward_codec.asked]
     assert sorted(asked) == sorted((m.boundary, m.microbatch) for m in decoded)
+    toy.close()
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 100])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_sizes_of_repeated_samples_are_known_before_they_arrive(
+    schedule: str, capacity: int
+) -> None:
+    """Receives are posted ahead, some of samples whose first message has not yet arrived."""
+    count, channels = 12, 16
+    config = AQSGDQuantization(tile_size=channels, cache_nbytes=2 * channels * capacity)
+
+    def codecs() -> tuple[BoundaryCodec, BoundaryCodec]:
+        return make_boundary_codec(config), make_boundary_codec("none", backward=True)
+
+    layers = nn.ModuleList([nn.Linear(WIDTH, channels), nn.Linear(channels, WIDTH)])
+    toy = make_toy(schedule, 2, count, layers=layers, codecs=codecs)
+    (sender, _), (receiver, _), data = codecs(), codecs(), make_data(count)
+    boundary = Boundary((BATCH, channels))
+    for step in range(3):
+        samples = torch.randint(7, (count, BATCH), generator=torch.Generator().manual_seed(step))
+        expected = []
+        for index in range(count):  # nothing ahead
+            of = Message(boundary=0, backward=False, microbatch=index, samples=samples[index])
+            payload = sender.encode(layers[0](data[index]), of)
+            hidden = receiver.decode(payload, boundary.shape, boundary.dtype, of)
+            expected.append((layers[1](hidden) - data[index].flip(-1)).square().mean())
+        flat = samples.view(-1)
+        losses = toy.run(lambda engine, samples=flat: engine.step(boundary, samples))[1]
+        assert torch.equal(torch.stack(losses), torch.stack(expected))
+        toy.run(lambda engine: engine.evaluate(boundary))
+    assert len(set(toy.ways[0, 1].sizes)) > 2 or capacity == 1
     toy.close()
 
 

@@ -12,7 +12,7 @@ from lq_testing.pipeline_toys import Boundary, make_engine, make_gated, make_lay
 
 from lq_lightning.codecs.mixed import WidthTable
 from lq_lightning.pipeline.boundary import TAHQuantization, make_boundary_codec
-from lq_lightning.pipeline.boundary_widths import MixedCodec
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths, MixedCodec
 from lq_lightning.pipeline.engine import PipelineEngine, batch_digest, batch_signature
 from lq_lightning.pipeline.execution import ProcessGroupLinks
 
@@ -76,9 +76,21 @@ def _disagree(rank: int, size: int) -> list[str]:
         heard.append(str(error.value))
     codecs, group = (MixedCodec(), MixedCodec()), _world(size)
     _, widths = make_gated("1f1b", 4, make_layers(size), size, codecs, group, group)
+    _check_joined(rank, widths)
     with pytest.raises(RuntimeError, match="differ") as error:
         widths.begin(lambda channels: WidthTable([8]), {0: WidthTable([4 + odd])}, {})
     return [*heard, str(error.value)]
+
+
+def _check_joined(rank: int, widths: BoundaryWidths) -> None:
+    """All three ranks are those of the pipeline, and those with the same stages."""
+    gradients = torch.tensor([float(rank), 10.0 * rank])
+    assert widths.average(gradients).tolist() == [1.0, 10.0]
+    assert widths.total(gradients).tolist() == [3.0, 30.0]
+    assert gradients.tolist() == [rank, 10 * rank]
+    assert widths.average(torch.zeros(2, 0)).shape == (2, 0)
+    joined = widths.gather({each.name: (rank, each.index) for each in widths.sent})
+    assert list(joined.items()) == [("layer 0", (0, 0)), ("layer 1", (1, 1))]
 
 
 def test_differences_raise_on_every_rank_with_the_values() -> None:
