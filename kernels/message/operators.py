@@ -433,6 +433,12 @@ def _accumulate(message: Tensor, added: Tensor, format: str, seed: int) -> None:
             "added up. Decode, add and encode, or choose a group_size of 16 to 4096."
         )
     check_message("message", message, fmt.layout(numel).nbytes)
+    # different programs would read and overwrite the same bytes
+    if message.shape[0] > 1 and message.stride(0) < message.shape[1]:
+        raise ValueError(
+            f"message has rows of {message.shape[1]} bytes {message.stride(0)} bytes apart; rows "
+            "that are overwritten must not share memory. Pass message.clone()."
+        )
     check_rows("added", added)
     key, messages = _accumulate_key(message, added, format), message[None]
     _compute("requantize", key, message, messages, numel, fmt, fmt, seed, message, None, added)

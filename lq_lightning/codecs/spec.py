@@ -42,7 +42,7 @@ from lq_lightning.kernels.message import (
     requantize_out,
 )
 from lq_lightning.kernels.message.format import SCALES
-from lq_lightning.kernels.message.operators import check_float
+from lq_lightning.kernels.message.operators import check_float, check_rows
 
 # Entries of the table of codes, in its order; see `lq_lightning.kernels.message.format`.
 Code = Literal[
@@ -523,11 +523,16 @@ def accumulate(spec: CodecSpec, buf_RB: Tensor, x_RN: Tensor, *, seed: int | Non
         ValueError: as ``encode``.
     """
     value, fmt = _seed_value(spec, seed), _format_text(spec)
-    if _may_relaunch(buf_RB) and relaunch_accumulate(buf_RB, x_RN, fmt, value):
+    if (
+        _may_relaunch(buf_RB)
+        and _may_relaunch(x_RN)
+        and relaunch_accumulate(buf_RB, x_RN, fmt, value)
+    ):
         return buf_RB
     check_float("x_RN", x_RN.dtype)
     if x_RN.dim() != 2:
         raise ValueError(f"x_RN has {x_RN.dim()} dimensions; expected 2. Use x.view(1, -1).")
+    check_rows("x_RN", x_RN)
     numel = x_RN.shape[1]
     _check_messages("buf_RB", buf_RB, 2)
     _check_shape("buf_RB", buf_RB, (x_RN.shape[0], spec.nbytes(numel)), x_RN.device)

@@ -158,11 +158,13 @@ class QuantizedGradientBuffer:
     Args:
         module: The module whose parameters are trained.
         codec: Codec of the sums; ``None`` is ``CodecSpec(code="int8", group_size=32)``, 1.125 bytes
-            per parameter. AGoQ's is ``CodecSpec(code="fp8_e4m3", group_size=128)``.
+            per parameter. AGoQ's is ``CodecSpec(code="fp8_e4m3", group_size=128)``. Keep scales in
+            float32: others are rounded up at every addition, so that long sums grow.
         min_quantized_numel: Parameters with fewer elements, and 1-D ones, are left alone.
 
     Raises:
-        ValueError: ``min_quantized_numel`` is not positive, or nothing would be quantized.
+        ValueError: ``codec`` is no ``CodecSpec``, ``min_quantized_numel`` is not positive, or
+            nothing would be quantized.
         NotImplementedError: At backward: a gradient is sparse, or sharded by tensor parallelism.
     """
 
@@ -173,6 +175,11 @@ class QuantizedGradientBuffer:
             raise ValueError(
                 f"`min_quantized_numel={min_quantized_numel!r}` is not valid: give a whole number "
                 "of 1 or more."
+            )
+        if not isinstance(codec, CodecSpec | None):
+            raise ValueError(
+                f"`codec={codec!r}` is not valid: give a `CodecSpec`, or None for INT8 codes in "
+                "groups of 32."
             )
         self._codec = codec or INT8
         self._accumulating = False

@@ -20,6 +20,7 @@ from lq_lightning.codecs import (
 from lq_lightning.codecs import spec as codecs
 
 PLAIN = CodecSpec(code="int4", group_size=64)
+ROW = CodecSpec(code="int4", group_size="row")
 ZEROS = torch.zeros(2, 4)
 ROWS = torch.zeros(2, 32, dtype=torch.uint8)  # of as many bytes as their messages
 SMOOTH = CodecSpec(code="int8", group_size=128, hadamard_size=32, rounding="stochastic")
@@ -205,6 +206,8 @@ def test_traces_without_a_break(dynamic: bool) -> None:
         (lambda: accumulate(PLAIN, ROWS, ZEROS[0]), "1 dimensions; expected 2"),
         (lambda: accumulate(PLAIN, ROWS[:1], ZEROS), r"\(1, 32\); expected \(2, 32\)"),
         (lambda: accumulate(PLAIN, ROWS, ZEROS.long()), "int64; allowed"),
+        (lambda: accumulate(PLAIN, ROWS[:1].expand(2, -1), ZEROS), "must not share memory"),
+        (lambda: accumulate(ROW, ROWS, ZEROS.t().contiguous().t()), "x_RN has stride 2"),
     ],
 )
 def test_bad_input_is_named(call: object, message: str) -> None:

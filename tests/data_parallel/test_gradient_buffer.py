@@ -204,6 +204,8 @@ def test_bad_options_are_refused() -> None:
         QuantizedGradientBuffer(make_model(), min_quantized_numel=0)
     with pytest.raises(ValueError, match=r"no gradient of `TinyLM` would be quantized"):
         QuantizedGradientBuffer(make_model(), min_quantized_numel=10**6)
+    with pytest.raises(ValueError, match="`codec='int8'` is not valid: give a `CodecSpec`"):
+        QuantizedGradientBuffer(make_model(), codec="int8")  # type: ignore[arg-type]
 
 
 def test_sparse_gradients_are_refused() -> None:
