@@ -109,9 +109,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse hooks that strategies had before their parts did: nothing calls them."""
         super().__init_subclass__(**kwargs)
-        moved = (*vars(StrategyPart), "after_skipped_step")
-        found = [n for n in moved if n in vars(cls) and not n.startswith("__")]
-        if found:
+        moved = (*vars(StrategyPart), "after_skipped_step", "extra_kinds")
+        # also from a mixin, but not of a class that is a part itself, nor what Lightning calls
+        found = [n for n in moved if hasattr(cls, n) and not hasattr(FullyShardedStrategy, n)]
+        if found and not issubclass(cls, StrategyPart):
             raise TypeError(
                 f"`{cls.__name__}.{found[0]}` would never be called: it is a hook of a "
                 "`lq_lightning.strategies.StrategyPart`. Override it there, and append an instance "
