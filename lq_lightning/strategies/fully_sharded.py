@@ -43,7 +43,6 @@ from lq_lightning.checkpoint.checkpointer import (
     ALL_RANKS,
     Checkpointer,
     ModelLayout,
-    StrategyPart,
     show_shards,
 )
 from lq_lightning.checkpoint.files import replace_link
@@ -67,7 +66,13 @@ from lq_lightning.strategies.options import (
     check_option_names,
     given_options,
 )
-from lq_lightning.strategies.parts import OptimizerSteps, QuantizedCollectives
+from lq_lightning.strategies.parts import (
+    OptimizerSteps,
+    QuantizedCollectives,
+    StrategyPart,
+    remember,
+    sharded,
+)
 from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
@@ -76,9 +81,7 @@ from lq_lightning.strategies.sharding import (
     check_settings,
     compile_units,
     find_units,
-    remember,
     shard,
-    sharded,
 )
 
 
