@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -111,38 +111,16 @@ class ModelLayout:
         state.load_optimizer(self.module, optimizer, named or whole, strict=strict)
 
 
-class StrategyPart:
-    """A part of a strategy; its hooks run on all ranks and do nothing by default.
+class _Part(Protocol):
+    """Hooks of a strategy's parts that saving and loading call, on all ranks."""
 
-    Attributes:
-        tensor_kinds: Kinds of tensors that :meth:`load_extra_state` wants from a checkpoint.
-    """
-
-    tensor_kinds: tuple[str, ...] = ()
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before forward, backward and the update."""
-
-    def after_optimizer_step(self, stepped: bool) -> None:
-        """Called after every optimizer step; ``stepped`` is False if it was skipped."""
-
-    def on_step_error(self) -> None:
-        """Called after an error in a step method or backward, before FSDP2's state is reset."""
-
-    def before_save(self) -> None:
-        """Called before all ranks save a state together."""
-
-    def on_weights_loaded(self) -> None:
-        """Called after a checkpoint has replaced the weights."""
-
-    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Plain values for a checkpoint, and DTensors by kind and parameter."""
-        return {}, {}
-
+    @property
+    def tensor_kinds(self) -> tuple[str, ...]: ...
+    def on_weights_loaded(self) -> None: ...
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]: ...
     def load_extra_state(
         self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Restore what :meth:`extra_state` returned; tensors are sharded for this world size."""
+    ) -> None: ...
 
 
 class Checkpointer:
@@ -164,7 +142,7 @@ class Checkpointer:
         self,
         strategy: ModelParallelStrategy,
         layout: Callable[[], ModelLayout],
-        parts: Iterable[StrategyPart],
+        parts: Iterable[_Part],
         *,
         distributed: bool,
         verify: bool,

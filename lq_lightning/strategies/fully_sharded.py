@@ -43,7 +43,6 @@ from lq_lightning.checkpoint.checkpointer import (
     ALL_RANKS,
     Checkpointer,
     ModelLayout,
-    StrategyPart,
     show_shards,
 )
 from lq_lightning.checkpoint.files import replace_link
@@ -67,7 +66,13 @@ from lq_lightning.strategies.options import (
     check_option_names,
     given_options,
 )
-from lq_lightning.strategies.parts import OptimizerSteps, QuantizedCollectives
+from lq_lightning.strategies.parts import (
+    OptimizerSteps,
+    QuantizedCollectives,
+    StrategyPart,
+    remember,
+    sharded,
+)
 from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
@@ -76,9 +81,7 @@ from lq_lightning.strategies.sharding import (
     check_settings,
     compile_units,
     find_units,
-    remember,
     shard,
-    sharded,
 )
 
 
@@ -109,9 +112,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse hooks that strategies had before their parts did: nothing calls them."""
         super().__init_subclass__(**kwargs)
-        moved = (*vars(StrategyPart), "after_skipped_step")
-        found = [n for n in moved if n in vars(cls) and not n.startswith("__")]
-        if found:
+        moved = (*vars(StrategyPart), "after_skipped_step", "extra_kinds")
+        # also from a mixin, but not of a class that is a part itself, nor what Lightning calls
+        found = [n for n in moved if hasattr(cls, n) and not hasattr(FullyShardedStrategy, n)]
+        if found and not issubclass(cls, StrategyPart):
             raise TypeError(
                 f"`{cls.__name__}.{found[0]}` would never be called: it is a hook of a "
                 "`lq_lightning.strategies.StrategyPart`. Override it there, and append an instance "

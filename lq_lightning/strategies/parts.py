@@ -1,4 +1,4 @@
-"""Parts that every strategy has: its optimizer steps, and its quantized collectives."""
+"""Parts of strategies, and those of every one: optimizer steps and quantized collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from lq_lightning._compat.lightning import accumulation_window
 from lq_lightning._compat.modules import discard_unreduced_gradients
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_linked_by_nvlink
-from lq_lightning.checkpoint.checkpointer import StrategyPart
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
@@ -37,7 +36,41 @@ from lq_lightning.strategies.options import (
     WeightName,
     warn_without_effect,
 )
-from lq_lightning.strategies.sharding import sharded
+from lq_lightning.strategies.sharding import ShardedModule
+
+
+class StrategyPart:
+    """A part of a strategy; its hooks run on all ranks and do nothing by default.
+
+    Attributes:
+        tensor_kinds: Kinds of tensors that :meth:`load_extra_state` wants from a checkpoint.
+    """
+
+    tensor_kinds: tuple[str, ...] = ()
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called before forward, backward and the update."""
+
+    def after_optimizer_step(self, stepped: bool) -> None:
+        """Called after every optimizer step; ``stepped`` is False if it was skipped."""
+
+    def on_step_error(self) -> None:
+        """Called after an error in a step method or backward, before FSDP2's state is reset."""
+
+    def before_save(self) -> None:
+        """Called before all ranks save a state together."""
+
+    def on_weights_loaded(self) -> None:
+        """Called after a checkpoint has replaced the weights."""
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Plain values for a checkpoint, and DTensors by kind and parameter."""
+        return {}, {}
+
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Restore what :meth:`extra_state` returned; tensors are sharded for this world size."""
 
 
 def warn_on_first(group: dist.ProcessGroup | None, message: str) -> None:
@@ -163,6 +196,19 @@ class OptimizerSteps(StrategyPart):
     ) -> None:
         """Continue counting."""
         self.num_skipped = int(values.get("num_skipped_steps", 0))
+
+
+_RECORD = "_lq_sharded"  # kept in the module, so that both are freed together
+
+
+def sharded(module: nn.Module | None) -> ShardedModule | None:
+    """Record of a sharded module; ``None`` if it is not sharded."""
+    return None if module is None else module.__dict__.get(_RECORD)
+
+
+def remember(module: LightningModule, record: ShardedModule) -> None:
+    """Keep the record in the module, once everything is attached to it."""
+    module.__dict__[_RECORD] = record
 
 
 Auto = Literal["auto"]

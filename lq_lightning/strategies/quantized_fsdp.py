@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import set_device_mesh
 from lq_lightning._compat.tensors import local_tensor
-from lq_lightning.checkpoint.checkpointer import ModelLayout, StrategyPart
+from lq_lightning.checkpoint.checkpointer import ModelLayout
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.data_parallel import (
     GradientQuantization,
@@ -35,7 +35,7 @@ from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.strategies.failures import Failures
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
-from lq_lightning.strategies.parts import QuantizedCollectives
+from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
 
 NODE, SHARD = "node", "data_parallel"  # axes of the mesh where nodes train alone
 

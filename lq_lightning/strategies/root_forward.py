@@ -381,7 +381,7 @@ class LostWrites:
         self._handles.clear()
 
     def root_gathered(self) -> None:
-        """Note the root's parameters at the begin of its forward."""
+        """Note the root's parameters at the beginning of its forward."""
         if self._watches and self._copies.names(self._root):
             self._open.append((self._root, self._copies.sums(self._root)))
 

@@ -64,14 +64,6 @@ class ShardedModule:
     extra: Any = None
 
 
-_RECORD = "_lq_sharded"  # kept in the module, so that both are freed together
-
-
-def sharded(module: nn.Module | None) -> ShardedModule | None:
-    """Record of a sharded module; ``None`` if it is not sharded."""
-    return None if module is None else module.__dict__.get(_RECORD)
-
-
 def shard(
     module: LightningModule,
     units: UnitSelector | ChosenUnits,
@@ -115,11 +107,6 @@ def shard(
     forward = RootForward(module, precision.forward_context)
     agreement = PackedAgreement(module, ranks, device) if several else None
     return ShardedModule(plan, forward, agreement)
-
-
-def remember(module: LightningModule, record: ShardedModule) -> None:
-    """Keep the record in the module, once everything is attached to it."""
-    module.__dict__[_RECORD] = record
 
 
 def check_settings(

@@ -130,6 +130,23 @@ def test_a_process_killed_at_any_point_of_a_replacement_leaves_a_checkpoint(
     assert found == {"1", "2"}
 
 
+def test_a_process_killed_while_it_saves_a_file_leaves_the_previous_one_and_no_lock(
+    tmp_path: Path,
+) -> None:
+    io, path = AtomicCheckpointIO(), tmp_path / "last.ckpt"
+    io.save_checkpoint({"step": 4}, path)
+
+    def killed() -> None:
+        files.move_into_place = lambda *_: _die()  # type: ignore[assignment]
+        io.save_checkpoint({"step": 8}, path)
+
+    assert _in_child(killed) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 3  # and two hidden leftovers, used by the next save
+    assert io.load_checkpoint(path) == {"step": 4}
+    io.save_checkpoint({"step": 9}, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def test_what_was_removed_does_not_come_back(tmp_path: Path) -> None:
     for number in range(11):  # the leftover's removal takes five changes, as does its own
         path = tmp_path / f"{number}.ckpt"

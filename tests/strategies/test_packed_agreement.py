@@ -11,7 +11,7 @@ from lq_testing.lightning_models import loader, run_trainer, trainer
 from torch import Tensor, nn
 
 from lq_lightning import QuantizedFSDPStrategy
-from lq_lightning.strategies.sharding import sharded
+from lq_lightning.strategies.parts import sharded
 
 CODECS = ({"weights": "none", "gradients": "none"}, {"min_quantized_numel": 1, "node_size": 1})
 

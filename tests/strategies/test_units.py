@@ -28,6 +28,7 @@ from lq_lightning import (
 )
 from lq_lightning.pipeline.partition import keep_stages
 from lq_lightning.pipeline.plan import plan_stages
+from lq_lightning.strategies import StrategyPart
 from lq_lightning.strategies.checks import check_shardable
 from lq_lightning.strategies.options import UnitSelector
 from lq_lightning.strategies.sharding import choose_units, find_units
@@ -233,6 +234,19 @@ def test_hooks_of_parts_are_no_hooks_of_strategies() -> None:
         class Own(QuantizedFSDPStrategy):
             def before_save(self) -> None:
                 pass
+
+    class Mixin:
+        def extra_kinds(self) -> None:
+            pass
+
+    with pytest.raises(TypeError, match="`Mixed.extra_kinds` would never be called"):
+
+        class Mixed(Mixin, QuantizedFSDPStrategy):
+            pass
+
+    class IsAPart(QuantizedFSDPStrategy, StrategyPart):
+        def before_save(self) -> None:
+            pass
 
 
 def test_unknown_options_are_named_with_the_known_ones() -> None:

@@ -20,7 +20,6 @@ from torchmetrics import Metric, MetricCollection
 
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
 from lq_lightning._compat.saved_tensors import hasten_casts, let_go_of_casts, version_of
-from lq_lightning.checkpoint.checkpointer import StrategyPart
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
@@ -33,6 +32,7 @@ from lq_lightning.pipeline.partition import StageModule, kept_stages
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators, mixed_seed
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.strategies.parts import StrategyPart
 from lq_lightning.strategies.pipelines.logs import (
     LogRecorder,
     OutcomeBroadcast,
