@@ -290,6 +290,46 @@ def test_kernels_is_no_package_and_nothing_is_called_triton() -> None:
     assert {p.parent.name for p in (ROOT / "tests").rglob("__init__.py")} == {"lq_testing"}
 
 
+# Attributes of constants of kernels that are strings or formats.
+NO_NUMBERS = {"activation", "code", "format", "kind", "norm", "scale_dtype"}
+
+
+def _attribute_of_constant(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id.isupper()
+    )
+
+
+def test_kernels_name_attributes_before_they_pass_them_on() -> None:
+    """Triton 3.6 takes strings and formats for tensors, and so numbers in tuples."""
+    found = []
+    for module, path in LIBRARY.items():
+        if ".triton_" not in module:
+            continue
+        for call in ast.walk(_parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            name = ast.unparse(call.func)
+            for given in call.args:
+                parts = [given]
+                if isinstance(given, ast.Starred) and isinstance(given.value, ast.Tuple):
+                    parts = given.value.elts
+                for part in parts:
+                    if _attribute_of_constant(part) and part.attr in NO_NUMBERS:
+                        found.append(f"{module}: {name}({ast.unparse(part)})")
+                    # functions of `tl` are built-in, but for this one
+                    inner = part.elts if isinstance(part, ast.Tuple) else []
+                    if name == "tl.zeros" or not name.startswith("tl."):
+                        found += [
+                            f"{module}: {name}({ast.unparse(part)})"
+                            for element in inner
+                            if _attribute_of_constant(element)
+                        ]
+    assert found == []
+
+
 def test_library_prints_nothing_and_leaves_nothing_open() -> None:
     words = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]))
     found = []

@@ -353,5 +353,5 @@ def _chunks(x: Tensor) -> list[tuple[slice, int]]:
     if x.numel() == 0:
         return []
     rows, length = x.shape[0], row_length(x.shape)
-    height = max(1, _CHUNK_NUMEL // length)
+    height = max(1, _CHUNK_NUMEL // (groups_per_row(length) * GROUP_SIZE))  # padded
     return [(slice(at, min(at + height, rows)), length) for at in range(0, rows, height)]

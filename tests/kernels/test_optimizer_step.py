@@ -23,7 +23,7 @@ from lq_lightning.kernels.optimizer_step import (
     row_length,
     state_format,
 )
-from lq_lightning.kernels.optimizer_step.formats import codebook
+from lq_lightning.kernels.optimizer_step.formats import GROUP_SIZE, codebook
 from lq_lightning.kernels.optimizer_step.reference import State
 
 in_triton = [
@@ -230,6 +230,12 @@ def test_seeds_of_many_tensors() -> None:
     for seed, both in zip(seeds, packed, strict=True):
         low, high = seed_words(seed)
         assert (high << 32) | (low & 0xFFFFFFFF) == both
+
+
+def test_parts_of_narrow_rows_are_as_large_as_others() -> None:
+    """Rows are padded to whole groups, whatever their length: temporary memory counts those."""
+    parts = reference._chunks(torch.empty(1 << 12, 3, device="meta"))
+    assert max(part.stop - part.start for part, _ in parts) * GROUP_SIZE <= reference._CHUNK_NUMEL
 
 
 @pytest.mark.parametrize("name", ["fp8", "dynamic8", "int8"])
