@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import types
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -260,6 +261,28 @@ def test_codes_are_of_what_is_read(quantize: Quantize, kind: str) -> None:
         for site in (site for module in model.modules() for site in sites_of(module)):
             site.enabled = True
         model.kept.data.mul_(-1.5)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_compiled_layers_read_what_was_written_through_data(quantize: Quantize, view: bool) -> None:
+    layers = nn.ModuleList([nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(x: Tensor) -> Tensor:
+        h = layers[0](x)
+        y = layers[1](h)
+        (h.flatten(0, 1) if view else h).data.mul_(2)
+        return y + layers[2](h)
+
+    def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+        layers.zero_grad()
+        run(x).square().sum().backward()
+        return layers[2].weight.grad.clone()
+
+    x = torch.randn(3, 40, WIDTH)
+    exact = gradient(forward)
+    quantize(layers)
+    coded = gradient(torch.compile(forward, backend="aot_eager"))
+    torch.testing.assert_close(coded, exact, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean")
