@@ -298,7 +298,7 @@ def remember_bits(tensor: Tensor, name: str) -> bool:
 
 def _bits_can_be_read(tensor: Tensor) -> bool:
     """Whether a number can be read from a tensor now: not in a trace, nor in a CUDA graph."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
