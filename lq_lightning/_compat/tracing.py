@@ -8,11 +8,23 @@ import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
+from lq_lightning._compat.saved_tensors import has_storage, storage_key
+
 _versions: list[int] = []
 
 
 def _record_version(context: Any) -> None:
-    _versions.append(context.get_local("tensor").as_fake()._version)
+    variable = context.get_local("tensor")
+    fake = variable.as_fake()
+    # what is written through `.data` has a version of its own: any use of it counts as a change
+    used = [
+        node.args[0].meta.get("example_value")
+        for node in variable.as_proxy().node.graph.nodes
+        if node.target is torch._C._autograd._get_data_attr
+    ]
+    known = [each for each in used if isinstance(each, Tensor) and has_storage(each)]
+    uses = sum(storage_key(each) == storage_key(fake) for each in known)
+    _versions.append(fake._version + uses)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -21,7 +33,8 @@ def _recorded_version() -> int:
 
 
 def traced_version(tensor: Tensor) -> int:
-    """Count the changes in place of a tensor of the graph that is being traced; a constant.
+    """Count the changes in place of a tensor of the graph that is being traced, and the uses of
+    ``.data`` of its storage; a constant.
 
     ``tensor._version`` would be a number that is only known when the graph runs.
     """

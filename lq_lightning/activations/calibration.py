@@ -150,6 +150,47 @@ class ActivationCalibration:
                     again[unit] += tensors.nbytes
         return sum(t.nbytes for t in held) + codes, max(again.values(), default=0)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return dicts, lists, strings and numbers, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ActivationCalibration:
+        """Return a calibration from the result of ``to_dict``, also through JSON."""
+        return cls(
+            sites=tuple(
+                SiteCalibration(
+                    **{**site, "codecs": tuple(CodecMeasurement(**c) for c in site["codecs"])}
+                )
+                for site in data["sites"]
+            ),
+            units=tuple(UnitCalibration(**unit) for unit in data["units"]),
+            tensors=tuple(
+                KeptTensors(
+                    nbytes=each["nbytes"],
+                    savers=tuple(
+                        Saver(s["site"], tuple(s["inside"]), s["input_of"]) for s in each["savers"]
+                    ),
+                )
+                for each in data["tensors"]
+            ),
+            step_time_s=data["step_time_s"],
+        )
+
+    def table(self) -> str:
+        """Return a readable table: by site and codec the bytes, the time and the errors."""
+        lines = [f"{'site':44} {'kept as':16} {'KiB':>10} {'us':>8}  relative gradient errors"]
+        for site in self.sites:
+            kept = f"{site.kept_nbytes / 1024:.1f}"
+            lines.append(f"{site.name[-44:]:44} {'full precision':16} {kept:>10} {0:8.1f}")
+            for each in site.codecs:
+                errors = ", ".join(f"{name} {error:.4f}" for name, error in each.errors.items())
+                numbers = f"{each.nbytes / 1024:10.1f} {each.time_s * 1e6:8.1f}"
+                lines.append(f"{'':44} {each.codec:16} {numbers}  {errors}")
+        for unit in self.units:
+            lines.append(f"{unit.name[-44:]:44} {'recompute':16} {'':10} {unit.time_s * 1e6:8.1f}")
+        return "\n".join(lines)
+
 
 def average_ranks(ranks: Sequence[ActivationCalibration]) -> ActivationCalibration:
     """Return means of errors and times, and maxima of bytes, over ranks.

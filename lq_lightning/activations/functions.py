@@ -180,16 +180,18 @@ class Shared:
     merge equal calls by themselves.
     """
 
-    __slots__ = ("_key", "_remaining", "_value", "consumers")
+    __slots__ = ("_key", "_remaining", "_value", "consumers", "was_read")
 
     def __init__(self) -> None:
         self.consumers = 0
+        self.was_read = False  # by a backward
         self._remaining = 0
         self._key: Any = None
         self._value: Tensor | None = None
 
     def get(self, key: Any, build: Callable[[], Tensor]) -> Tensor:
         """Return the tensor, which ``build`` makes once per ``key``; the last reader drops it."""
+        self.was_read = True
         if self._value is None or self._key != key:
             value = build()
             if self.consumers < 2 or self._value is not None:
@@ -243,7 +245,7 @@ def attach(tensor: Tensor, source: Source) -> None:
     region = checkpoint_region()
     source.region = None if region is None else ref(region)
     base = base_of(tensor)
-    if base is not None and base.numel() == tensor.numel():
+    if base is not None and has_same_rows(tensor, base):
         setattr(base, _SOURCE, source)
 
 
@@ -258,6 +260,7 @@ def source_of(tensor: Tensor) -> Source | None:
             though its version has not.
     """
     source: Source | None = getattr(tensor, _SOURCE, None)
+    holder = tensor
     if source is None:
         if torch.compiler.is_compiling():
             return None
@@ -265,9 +268,13 @@ def source_of(tensor: Tensor) -> Source | None:
         source = None if base is None else getattr(base, _SOURCE, None)
         if base is None or source is None or not has_same_rows(tensor, base):
             return None
+        holder = base
     if version_of(tensor) != source.version or not _is_seen_twice(source):
         return None
-    if source.bits is not None and not torch.compiler.is_compiling():
+    # Batches, received buffers and FSDP2's parameters are filled anew after a backward, unseen.
+    if source.shared is not None and source.shared.was_read and holder.grad_fn is None:
+        return None
+    if source.bits is not None and _bits_can_be_read(tensor):
         name, expected = source.bits
         if _checksum(tensor.detach()) != expected:
             raise RuntimeError(
@@ -281,15 +288,19 @@ def source_of(tensor: Tensor) -> Source | None:
 
 
 def remember_bits(tensor: Tensor, name: str) -> bool:
-    """Let ``source_of`` compare a tensor's bits, which site ``name`` made; False if it cannot.
-
-    A trace has no bits to compare, so compiled code is not watched.
-    """
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
+    """Let ``source_of`` compare a tensor's bits, which site ``name`` made; False if it cannot."""
+    if type(tensor) is not Tensor or tensor.is_meta or not _bits_can_be_read(tensor):
         return False
     source: Source = getattr(tensor, _SOURCE)
     source.bits = name, _checksum(tensor.detach())
     return True
+
+
+def _bits_can_be_read(tensor: Tensor) -> bool:
+    """Whether a number can be read from a tensor now: not in a trace, nor in a CUDA graph."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 # One operator, so that neither dispatch modes nor checkpoints see what it is made of.

@@ -351,7 +351,7 @@ class Site(Attached):
 
     def watch(self, tensor: Tensor) -> None:
         """In the site's first call, let readers of a tensor with a source compare its bits."""
-        if not self.watched:
+        if not torch.compiler.is_compiling() and not self.watched:  # a trace would guard the flag
             self.watched = remember_bits(tensor, self.name)
 
 

@@ -80,9 +80,15 @@ def accumulates(trainer: pl.Trainer) -> bool:
 
 def count_values(batch: Any) -> int:
     """Return the number of values in all tensors of a batch."""
-    counts: list[int] = []
-    apply_to_collection(batch, Tensor, lambda t: counts.append(t.numel()), allow_frozen=True)
-    return sum(counts)
+    values = 0
+
+    def count(tensor: Tensor) -> Tensor:  # a `PackedSequence` is built again of what this returns
+        nonlocal values
+        values += tensor.numel()
+        return tensor
+
+    apply_to_collection(batch, Tensor, count, allow_frozen=True)
+    return values
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -197,6 +198,14 @@ def test_frozen_weights_have_no_errors() -> None:
     assert set(sites["blocks.1.mlp"].codecs[0].errors) == {"gate", "up"}
     assert set(sites["blocks.1.norm2"].codecs[0].errors) == {"input"}
     assert "weight" not in sites["blocks.1.norm1"].codecs[0].errors
+
+
+def test_calibration_is_data(calibrated: ActivationCalibration) -> None:
+    text = json.dumps(calibrated.to_dict())
+    assert ActivationCalibration.from_dict(json.loads(text)) == calibrated
+    table = calibrated.table()
+    assert "blocks.1.mlp" in table
+    assert "blocks.1.mlp.down_proj 0." in table
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import types
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from lq_testing.small_block import (
     saved_nbytes,
 )
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.activations import ActivationPolicy, ActivationRule
@@ -227,6 +229,74 @@ def test_a_write_that_autograd_does_not_see_is_refused_in_the_first_batch(
         for site in sites_of(module):
             site.watched = False
     run().backward()  # nor is anything wrong
+
+
+class Reads(nn.Module):
+    """Linear layers that read a tensor and its transpose, or a tensor kept over steps, by name."""
+
+    def __init__(self, kind: str, kept: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kind, self.kept = kind, nn.Parameter(kept) if "parameter" in kind else kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "transposed":
+            x = x * 1
+            return self.first(x.transpose(0, 1)).transpose(0, 1) + self.second(x)
+        kept = self.kept.unsqueeze(0) if self.kind == "view of a parameter" else self.kept
+        return self.first(kept) + self.second(kept) + x
+
+
+@pytest.mark.parametrize("kind", ["transposed", "batch", "parameter", "view of a parameter"])
+def test_codes_are_of_what_is_read(quantize: Quantize, kind: str) -> None:
+    """A step may refill a tensor unseen, as NumPy, FSDP2 and receives into buffers do."""
+    x = torch.randn(3, 40, WIDTH, requires_grad=True)
+    model = Reads(kind, torch.randn(40, WIDTH))
+    quantize(model, ActivationPolicy(norm=None, activation=None, linear="int8"))
+    for _ in range(3):
+        coded = gradients(model, x)
+        for site in (site for module in model.modules() for site in sites_of(module)):
+            site.enabled = False
+        assert_close(coded, gradients(model, x), 0.02)
+        for site in (site for module in model.modules() for site in sites_of(module)):
+            site.enabled = True
+        model.kept.data.mul_(-1.5)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_compiled_layers_read_what_was_written_through_data(quantize: Quantize, view: bool) -> None:
+    layers = nn.ModuleList([nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(x: Tensor) -> Tensor:
+        h = layers[0](x)
+        y = layers[1](h)
+        (h.flatten(0, 1) if view else h).data.mul_(2)
+        return y + layers[2](h)
+
+    def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+        layers.zero_grad()
+        run(x).square().sum().backward()
+        return layers[2].weight.grad.clone()
+
+    x = torch.randn(3, 40, WIDTH)
+    exact = gradient(forward)
+    quantize(layers)
+    coded = gradient(torch.compile(forward, backend="aot_eager"))
+    torch.testing.assert_close(coded, exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean")
+def test_bits_are_read_neither_in_a_trace_nor_to_trace(x: Tensor, quantize: Quantize) -> None:
+    counter = CompileCounter()
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    quantize(model)
+    torch.jit.trace(model, x, check_trace=False)
+    torch.compile(model, backend=counter)(x)
+    assert not any(site.watched for module in model for site in sites_of(module))
+    model(x)
+    assert sites_of(model[0])[0].watched
+    torch.compile(model, backend=counter)(x)
+    assert counter.frame_count == 1, "the first call in eager code compiles nothing again"
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -23,6 +24,7 @@ from lq_lightning import (
 )
 from lq_lightning.activations import MemoryBudget
 from lq_lightning.callbacks import activation_quantization
+from lq_lightning.callbacks.training_loss import count_values
 
 
 class Linears(TinyModule):
@@ -157,3 +159,8 @@ def test_budgets_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
     assert found._budget == MemoryBudget("60GiB", time_weight=0.5)
     assert found._policy.matmul == "float8"
     assert _callback(NAME)._budget is None
+
+
+def test_values_of_a_batch_are_counted_in_what_checks_its_arguments() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    assert count_values({"x": packed, "y": (torch.ones(4), "name")}) == 10 + 3 + 4
