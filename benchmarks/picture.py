@@ -68,8 +68,9 @@ def draw_step_time(figure: Figure, axes: Axes) -> None:
     nodes = setup["world_size"] // setup["node_size"]
     axes.set_title(
         f"One step of {setup['model']['parameters'] / 1e9:.1f}B parameters on {nodes} nodes "
-        f"of {setup['node_size']} H200, by their network\n"
-        "4 bits for everything between nodes: vocabulary_bits=None, INT4 in groups of 2048",
+        f"of {setup['node_size']} H200s, by network\n"
+        "Not the defaults: 4 bits for all gradients between nodes, "
+        "INT4 differences in groups of 2048",
         fontsize=9,
         loc="left",
     )

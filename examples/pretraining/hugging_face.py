@@ -55,7 +55,7 @@ class LoRAConfig:
 def _require(package: str, option: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
-            f"`{option}` needs the package `{package}`: `pip install lq-lightning[hf]`."
+            f"`{option}` needs the package `{package}`: `pip install '.[hf]'` in the checkout."
         )
 
 

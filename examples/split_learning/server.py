@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     except OSError as error:
         raise OptionError(
-            f"`--listen {options.listen}` cannot be had: {error}. End what listens there, or "
+            f"`--listen {options.listen}` is not available: {error}. Stop what listens there, or "
             "choose another port, or an address of this machine."
         ) from error
 

@@ -190,7 +190,8 @@ SECOND_TILE = ProductTile(16, 32, 256, 4, 4)
 def choose_product_tile(rows: int, columns: int, length: int, processors: int) -> ProductTile:
     """Return the tile of a product ``[rows, columns]`` of sums over ``length`` on Hopper.
 
-    Measured on an H100 with so many ``processors`` (``benchmarks/int8_products.py``).
+    Measured on an H100 with so many ``processors`` (``benchmarks/int8_products.py`` in commit
+    ac819df).
     """
     tiles = -(-rows // 256) * -(-columns // 128)
     if tiles < processors:

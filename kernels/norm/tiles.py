@@ -42,7 +42,7 @@ class Schedule(NamedTuple):
     registers: int = 0
 
 
-# By operator and block, as `benchmarks/tune_norm.py` chose them on an NVIDIA H200.
+# By operator and block, as `benchmarks/tune_norm.py` in commit ac819df chose them on an H200.
 SCHEDULES: dict[str, dict[int, Schedule]] = {
     "backward": {
         1024: Schedule(16, 2, 1056, 2, 128),

@@ -20,7 +20,7 @@ def _record_version(context: Any) -> None:
     used = [
         node.args[0].meta.get("example_value")
         for node in variable.as_proxy().node.graph.nodes
-        if node.target is torch._C._autograd._get_data_attr
+        if node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
     ]
     known = [each for each in used if isinstance(each, Tensor) and has_storage(each)]
     uses = sum(storage_key(each) == storage_key(fake) for each in known)

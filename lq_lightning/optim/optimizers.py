@@ -57,9 +57,9 @@ class QuantizedAdam(QuantizedOptimizer, torch.optim.Adam):
 
     Error: stochastic rounding keeps the mean of the first moment and of the logarithm of the
     second, so that neither ``beta`` near 1 nor falling gradients let them drift: updates are as
-    large as fp32's within 1% after 10,000 steps (``benchmarks/optimizer_drift.py``). A second
-    moment never becomes zero. Below 2**-62 of the largest of its group of 128 it is stored as about
-    that, and its updates are too small rather than too large.
+    large as fp32's within 1% after 10,000 steps (``benchmarks/optimizer_drift.py`` in commit
+    ac819df). A second moment never becomes zero. Below 2**-62 of the largest of its group of 128 it
+    is stored as about that, and its updates are too small rather than too large.
     Update and encoding are one pass; the update uses the moments before they are rounded.
     Source: COAT, section 4 (FP8 with a dynamic range by group of 128). Differs in: bits move
     between exponent and mantissa where COAT takes powers, stochastic rounding, constants of three

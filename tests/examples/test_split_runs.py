@@ -150,7 +150,7 @@ def test_a_server_refuses_sizes_and_addresses_before_a_client_comes(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(OptionError, match=f"`--listen {address}` cannot be had"):
+        with pytest.raises(OptionError, match=f"`--listen {address}` is not available"):
             serve.main(["--no-authentication", "--listen", address])
     monkeypatch.setitem(models._SMALL, "hidden_size", 72)
     monkeypatch.setitem(models._SMALL, "head_dim", 16)

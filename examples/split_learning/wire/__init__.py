@@ -37,7 +37,7 @@ def require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
             f"Split learning needs the package `{package}`, at both ends: "
-            "`pip install lq-lightning[examples,hf]`."
+            "`pip install '.[examples,hf]'` in the checkout."
         )
 
 

@@ -78,8 +78,9 @@ def load_identity(path: str | Path, role: Literal["server", "client"]) -> Identi
         raise CertificateError(f"{path} is no file of `certificates.py`. {_MAKE_ONE}") from error
     if own.not_valid_after_utc < datetime.now(timezone.utc):
         raise CertificateError(
-            f"The certificate in {path} expired on {own.not_valid_after_utc:%Y-%m-%d}. Make a new "
-            "one with the same authority."
+            f"The certificate in {path} expired on {own.not_valid_after_utc:%Y-%m-%d}. Remove "
+            "it from the authority's folder and run `certificates.py FOLDER NAME` there, which "
+            "also makes a missing server.pem."
         )
     if (SERVER_NAME in hosts.get_values_for_type(x509.DNSName)) != (role == "server"):
         raise CertificateError(f"{path} belongs to {name!r}, which cannot be used by a {role}.")

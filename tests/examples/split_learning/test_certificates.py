@@ -205,7 +205,7 @@ def test_a_missing_package_is_named_with_a_remedy(package: str) -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert f"the package `{package}`" in found.stderr
-    assert "lq-lightning[examples,hf]" in found.stderr
+    assert "pip install '.[examples,hf]'" in found.stderr
 
 
 def test_a_new_folder_is_ignored_by_git_and_an_old_one_left_alone(tmp_path: Path) -> None:
