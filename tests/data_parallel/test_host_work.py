@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lq_lightning.codecs import functional
+from lq_lightning.codecs import spec as codecs
 from lq_lightning.data_parallel import (
     GradientQuantization,
     Topology,
@@ -72,7 +72,7 @@ def _counts(nodes: int, gpus: int, rank: int, rounding: Any) -> Counter[str]:
     launches = dict.fromkeys(OPERATORS, counts.kernel)
     try:
         with (
-            mock.patch.multiple(functional, **launches),
+            mock.patch.multiple(codecs, **launches),
             mock.patch.object(replica, "checksums", counts.checksums),
         ):
             model = nn.Sequential(*[Block() for _ in range(UNITS)])

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ from lq_lightning.pipeline.boundary import (
     make_boundary_codec,
 )
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.execution import Stage
-from lq_lightning.pipeline.schedules import in_flight
+from lq_lightning.pipeline.execution import Inbox, Stage
+from lq_lightning.pipeline.schedules import Key, in_flight
 
 CASES = [
     ("gpipe", 2, 3, 1),
@@ -443,3 +444,20 @@ def test_refuses_training_without_gradients() -> None:
     with torch.no_grad(), pytest.raises(RuntimeError, match="call `evaluate`"):
         toy.engines[0].step(Boundary())
     toy.close()
+
+
+def test_a_message_behind_many_others_is_received() -> None:
+    posted: list[int] = []
+    links: Any = SimpleNamespace(
+        occupy_device=False,
+        receive=lambda payload, peer: (
+            posted.append(len(payload)) or SimpleNamespace(wait=lambda: None)
+        ),
+    )
+    keys = [Key("F", 1, index) for index in range(8)]
+    expected = ((key, 0, index) for index, key in enumerate(keys))
+    inbox = Inbox(links, {0: expected}, torch.device("cpu"))
+    inbox.advance(0)
+    assert len(posted) == 4
+    assert len(inbox.take(keys[6], 0)) == 6
+    assert posted == [0, 1, 2, 3, 4, 5, 6]
