@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 from lq_testing.generated_modules import Block, Plan, plans
-from torch import Tensor
+from torch import Tensor, nn
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
 from lq_lightning.codecs import CodecSpec
@@ -78,6 +78,32 @@ def test_true_forms_are_recognized() -> None:
             _check(Plan(((kind, spelling, ()),), False, (4, 3, 32), 1.0, True, None))
         known = spellings - (kind == 1)  # all but tanh; one between linear layers may be an MLP
         assert known in (seen[site], seen["MLPSite"]), (site, seen)
+
+
+class _VarianceNorm(nn.Module):
+    """A layer norm that asks torch for the variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.var(-1, keepdim=True, correction=0)
+        return (x - x.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt() * self.weight
+
+
+class _Clamp(nn.Module):
+    """ReLU as a clamp."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(min=0)
+
+
+@pytest.mark.parametrize(("module", "site"), [(_VarianceNorm, "NormSite"), (_Clamp, "MLPSite")])
+def test_rarer_spellings_are_recognized(module: type[nn.Module], site: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), module(), nn.Linear(32, 32))
+    handle = quantize_activations(model, POLICY)
+    assert site in {type(found).__name__ for found in handle.sites}
 
 
 @pytest.mark.slow
