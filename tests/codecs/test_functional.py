@@ -148,6 +148,17 @@ def test_outputs_are_written_in_place() -> None:
     assert decode_reduce_encode(PLAIN, out[None], 200, PLAIN, out=again) is again
 
 
+def test_blocks_of_rows_are_their_rows() -> None:
+    x = torch.randn(2, 3, 100)
+    out = torch.zeros(2, 3, PLAIN.nbytes(100), dtype=torch.uint8)
+    assert encode(PLAIN, x, out=out) is out
+    rows = encode(PLAIN, x.flatten(0, 1))
+    assert torch.equal(out.flatten(0, 1), rows)
+    assert torch.equal(
+        decode(PLAIN, out, 100, out=torch.zeros_like(x)), decode(PLAIN, rows, 100).view_as(x)
+    )
+
+
 def test_gradients_stay_out() -> None:
     x = torch.randn(1, 100, requires_grad=True)
     out = decode(PLAIN, encode(PLAIN, x), 100)
