@@ -149,7 +149,7 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     for every, tensor in named:
         own = [stored[name] for name in every if name in stored]
         if own:
-            _check_values(path, every, tensor, own)
+            _check_values(path, tensor, own)
             found[id(tensor)] = own[0]
     initializers = hugging_face_initializers(module)
     filled: dict[int, tuple[Tensor, _Stored]] = {}
@@ -283,9 +283,7 @@ def _check_names(
     rank_zero_warn(f"{text} The former are initialized as usual, the latter left out.")
 
 
-def _check_values(
-    path: str | Path, names: list[str], tensor: Tensor, stored: list[_Stored]
-) -> None:
+def _check_values(path: str | Path, tensor: Tensor, stored: list[_Stored]) -> None:
     """Refuse stored tensors that a tensor of the module cannot take, or that differ if tied."""
     for each in stored:
         if each.shape != tuple(tensor.shape):
