@@ -25,7 +25,7 @@ _DENSITY = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
 
 @triton.jit
 def exp2(x):
-    """``2**x``, results below the smallest normal number as 0."""
+    """``2**x``; results below the smallest normal number are 0."""
     if HAS_PTX:
         asm: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
         y = tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, True, 1)
@@ -47,7 +47,7 @@ def log2(x):
 
 @triton.jit
 def reciprocal(x):
-    """``1 / x`` of what is infinite or at most ``2**126``, so that no result is subnormal."""
+    """``1 / x``; x is infinite or at most ``2**126``, so that no result is subnormal."""
     if HAS_PTX:
         asm: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
         y = tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, True, 1)

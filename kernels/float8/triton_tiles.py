@@ -189,7 +189,7 @@ class Recipe:
         bias: whether the norm has a bias.
         even: whether all rows and columns of all tiles exist.
         unit: a factor of the distance of rows in words, so that the compiler knows of it.
-        rows: of which a tile has every fourth one.
+        rows: height of the block from which a tile takes every fourth row.
         columns: columns of a tile.
         run: consecutive values of a row that one thread owns.
     """

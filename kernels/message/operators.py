@@ -84,7 +84,7 @@ def cache_call(
 
 
 def clear_cached_calls() -> None:
-    """Let the next call of every operator check and choose again, for benchmarks that tune."""
+    """Forget all launches: the next call of each operator checks and chooses again."""
     _CALLS.clear()
 
 

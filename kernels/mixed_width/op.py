@@ -81,7 +81,7 @@ def _quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = Fal
     Args:
         x: ``[T, N]`` fp32, bf16 or fp16, any strides.
         rows: ``[8, N]`` int32 of ``width_rows`` on the device of ``x``, contiguous.
-        counts: those of ``width_counts`` for the same widths.
+        counts: result of ``width_counts`` for the same widths.
         fitted: whether ranges are those with the least error for normal values, ``HALF_RANGES``,
             and not those of the values.
 

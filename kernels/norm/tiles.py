@@ -134,7 +134,7 @@ class Recipe:
     """Constants of a kernel: what a program computes, and the tiles that it works on.
 
     Attributes:
-        stages: that of the schedule.
+        stages: pipeline stages, from the schedule.
         weight: whether there is a weight.
         bias: whether there is a bias.
         amax: whether the largest magnitude of the output is found, too.

@@ -54,8 +54,8 @@ class PreparedTensor:
     Attributes:
         kind: tensors of one kind share a launch.
         shape: shape of the parameter, ``[D, ...]``.
-        addresses: of the parameter, then of codes, scale and exponent of each state as far as its
-            format has them.
+        addresses: pointers to the parameter, then to codes, scale and exponent of each state, as
+            far as its format has them.
         pointers: columns of the kernel's table: addresses of parameter, gradient (0) and codes,
             scale and exponent of two states, 0 where there is none.
         length: elements of a row.

@@ -42,7 +42,7 @@ class GroupParam(NamedTuple):
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's parameter groups of the module itself, without those of units inside of it."""
+    """FSDP2's parameter groups of the module itself, without its inner units'."""
     return groups_of_state(module._get_fsdp_state())
 
 

@@ -223,8 +223,8 @@ def wanted_gradients(ctx: Any, tensors: tuple[bool, ...]) -> tuple[bool, ...]:
 
     Args:
         ctx: Context of the function, within its ``backward``.
-        tensors: Which of the first arguments of ``forward`` were tensors, not None. No tensor comes
-            after them.
+        tensors: Whether each of the first arguments of ``forward`` was a tensor, not None. No
+            tensor comes after them.
     """
     needs: tuple[bool, ...] = ctx.needs_input_grad[: len(tensors)]
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:

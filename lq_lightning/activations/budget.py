@@ -405,7 +405,7 @@ class MemoryBudget:
             total_nbytes: Memory of the device, for shares of it.
 
         Raises:
-            ValueError: ``size`` is none of what is allowed.
+            ValueError: ``size`` is not one of the allowed forms.
         """
         size = self.size
         if is_whole(size) and size > 0:

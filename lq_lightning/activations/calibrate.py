@@ -134,7 +134,7 @@ def _is_gated(site: Site) -> bool:
 def _step_of(
     module: nn.Module, site: Site, x: Tensor, codec: str | None, read: bool
 ) -> Callable[[], Any] | None:
-    """What a site computes in a step, with a code or without; None if that is nothing."""
+    """Computation of a site in one step, with or without a code; None if there is none."""
     numel = x.shape[-1]
     format = "" if codec is None else str(fit_codec(CODECS[codec], numel).message_format)
     if isinstance(site, LinearSite):

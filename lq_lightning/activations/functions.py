@@ -133,7 +133,7 @@ class NormCodes(Codes):
 class ActivationCodes(Codes):
     """Output of an activation function, times the other factor if gated.
 
-    Tensors: the message of the input, and that of the other factor (``[0, 0]`` if not gated).
+    Tensors: the messages of the input and of the other factor (``[0, 0]`` if not gated).
     """
 
     activation: str
@@ -765,7 +765,7 @@ def linear(
         matmul: ``"native"`` needs a source and a weight that requires a gradient.
 
     Returns:
-        ``[..., O]`` in autocast's dtype, or that of the operands.
+        ``[..., O]`` in autocast's dtype, or in the dtype of the operands.
     """
     dtype = _matmul_dtype(x, weight)
     codes, shared = (None, None) if source is None else (source.codes, source.shared)

@@ -273,7 +273,7 @@ class _Recorder:
         return record
 
     def watch(self, record: _Record | None, output: Tensor) -> None:
-        """Measure once the gradient of a site's output is there: those of its readers are then."""
+        """Measure once a site's output has its gradient: by then its readers have theirs."""
         if record is None or record.is_watched:
             return
         record.is_watched = True

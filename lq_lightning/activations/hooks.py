@@ -202,7 +202,7 @@ class _Packer:
     def settle(self, uses: dict[int, Use]) -> None:
         """After the module has run: encode where allowed, and pass everything to the outer hooks.
 
-        ``uses`` are those of the saved tensors that bear rounding, by ``id``.
+        ``uses`` has the saved tensors that tolerate rounding, by ``id``.
         """
         pending, self._pending = self._pending, []
         storages: dict[tuple[int, torch.dtype], list[_Saved]] = {}

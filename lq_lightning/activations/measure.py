@@ -211,7 +211,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class SavedByForward:
-    """What one forward pass with gradients saves with the present codecs, and why.
+    """Tensors that one forward pass with gradients saves under the current codecs, with reasons.
 
     The forward pass is a real one, but saved tensors are dropped at once: it needs only the memory
     of a pass without gradients. ``units`` are modules that could be recomputed, by name: inputs

@@ -1,4 +1,4 @@
-"""Which activations are kept in how many bits: rules as data."""
+"""Rules, as plain data, for the number of bits in which each activation is kept."""
 
 from __future__ import annotations
 

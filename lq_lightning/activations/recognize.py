@@ -95,7 +95,7 @@ def _agree(y: Tensor, expected: Tensor, leaves: list[Tensor]) -> bool:
 
 
 def _same(formula: Formula, first: Formula | None) -> Formula:
-    """Return the formula of a run, which must equal that of the first run."""
+    """Return the formula of a run, which must equal the first run's."""
     if first is not None and formula != first:
         raise NotKnown("computes something else for other inputs")
     return formula
@@ -304,7 +304,7 @@ class Match:
 def own_forward(module: nn.Module) -> Any:
     """Return the forward that an instance had before it got a site; None if that of its class.
 
-    Liger's, whose kernels run on GPUs only and cannot be tried out, count as that of the class.
+    Liger's modules, whose kernels run on GPUs only and cannot be tried out, count by their class.
     """
     own = vars(module).get("forward")
     for site in sites_of(module):

@@ -1,4 +1,4 @@
-"""What bears rounding: saved tensors by operator, and inputs of checkpointed regions.
+"""Tensors that tolerate rounding: saved ones by operator, and inputs of checkpointed regions.
 
 Saved tensors: an allow-list by operator, and operand. Not in it, and so kept exactly: statistics,
 masks, indices, everything that loss functions, softmax, attention, ``sqrt``, ``log``, ``exp`` or

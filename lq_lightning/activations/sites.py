@@ -687,7 +687,7 @@ def site_of(module: nn.Module) -> Site | None:
 
 
 def sites_of(module: nn.Module) -> list[Site]:
-    """Return all sites of a module: its own, and that of a function that it has."""
+    """Return all sites of a module: its own, and one for a function that it holds."""
     found = (module.__dict__.get(key) for key in (_SITE, _FUNCTION))
     return [site for site in found if site is not None]
 

@@ -43,7 +43,7 @@ class GateOptimizer:
     gates, plus the gradient of ``beta`` times the mean of ``sigmoid(q)`` squared over all channels,
     the latter as long as the mean of the bits is above the target. Once the mean has come down to
     the target, it is clipped to within 0.1 bits of it by one shift of all gates, which keeps their
-    differences, and the learning rate and ``beta`` are multiplied by 0.1. The mean is that of all
+    differences, and the learning rate and ``beta`` are multiplied by 0.1. The mean is over all
     gated values: a channel counts as often as it has values. (AMAQ, sections 3.2 and A.1.) With
     ``reach_in_steps`` the mean is clipped on its way to the target, too.
 

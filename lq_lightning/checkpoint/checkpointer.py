@@ -53,7 +53,7 @@ def show_shards(module: nn.Module | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayout:
-    """Which part of the model this rank holds, and which ranks hold the rest.
+    """Division of the model: the part on this rank, and the ranks that hold the rest.
 
     Here all ranks of ``shard_ranks`` share every tensor of the model, or each has all of it.
 

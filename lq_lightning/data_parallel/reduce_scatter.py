@@ -138,7 +138,7 @@ class TwoLevelReduceScatter(ReduceScatter):
     def segments(self, packed: Sequence[int] | None = None, itemsize: int = 4) -> list[Segment]:
         """Wire format of the gradients of ``packed`` parameters (by default all trained ones).
 
-        ``itemsize`` is that of the reduction dtype.
+        ``itemsize`` belongs to the reduction dtype.
         """
         if packed is None:
             packed = [i for i, p in enumerate(self.unit.params()) if p.requires_grad]

@@ -63,7 +63,7 @@ _MAX_MASKS = 16
 
 
 class Freshness(enum.Enum):
-    """What the next gather has to do with a replica."""
+    """Work that the next gather owes a replica."""
 
     STALE = "refresh it from the main weights"
     RESTORED = "refresh it from a checkpoint's slots"

@@ -14,7 +14,7 @@ Level = Literal["intra", "inter"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Which of the ranks that shard a model share a node.
+    """Placement on nodes of the ranks that shard a model.
 
     Rank ``r`` is number ``r % node_size`` of node ``r // node_size``. Ranks are numbered within the
     mesh or group that the model is sharded over, which need not be the whole world: see :meth:`of`.

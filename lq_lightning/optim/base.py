@@ -82,7 +82,7 @@ class ParamStepCache:
             is set.
         find: Function from the entry to the tensors of the states, in the order of ``prepare``, and
             the step.
-        found: Local tensors that it returned, after that of the parameter.
+        found: Local tensors that it returned; the parameter's comes first.
         first_group: Number of the first local group of elements in the whole parameter.
         step_on_cpu: Whether the step is an fp32 number on the CPU, as torch makes them.
         group: Number of the parameter group.
@@ -135,7 +135,7 @@ class ParamStepCache:
         names: Sequence[str],
         formats: Sequence[StateFormat],
     ) -> list[Tensor]:
-        """Prepare the tensors for the kernel and return them; those of no dimension as ``[1]``.
+        """Prepare the tensors for the kernel and return them; scalars become ``[1]``.
 
         ``local`` is the shard of the parameter, contiguous.
         """
@@ -471,7 +471,7 @@ class QuantizedOptimizer(Optimizer):
         Raises:
             ValueError: It has another or a newer quantization format, or other parameters.
         """
-        # The last hook, so that those of users see the entries as they are.
+        # The last hook, so that users' hooks see the entries as they are.
         handle = self.register_load_state_dict_pre_hook(defer_entries)
         try:
             super().load_state_dict(state_dict)

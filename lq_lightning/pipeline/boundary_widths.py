@@ -240,7 +240,7 @@ class BoundaryWidths:
         Args:
             start: returns the table of a boundary that is not in ``tables``.
             tables: tables of all boundaries or none; the same on all ranks.
-            facts: what ranks must have been given alike, by name.
+            facts: values that must be equal on all ranks, by name.
 
         Raises:
             RuntimeError: ranks were given something else, with the values.

@@ -92,7 +92,7 @@ class Program:
 
         With each goes the number of computations of ``target`` that come before the sender's in the
         common order. If every rank posts the receive after that many, and waits for all its
-        transfers before each computation, each waits only for what comes before, and all end.
+        transfers before each computation, each waits only for earlier ones, so all of them end.
         """
         if source == target:
             return

@@ -172,7 +172,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._collectives.install(module, self.replica_topology(), None)
 
     def unit_selector(self) -> UnitSelector | ChosenUnits:
-        """Which modules are gathered as one piece."""
+        """Selection of the modules that are gathered as one piece."""
         return self._options.units
 
     def place_module(self, module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Parts of strategies, and those of every one: optimizer steps and quantized collectives."""
+"""Parts of strategies, and the two that every strategy has: optimizer steps and collectives."""
 
 from __future__ import annotations
 
