@@ -71,6 +71,17 @@ def test_float32_states_are_those_of_torch(name: str, options: dict[str, Any]) -
         assert torch.equal(one, other)
 
 
+def test_decoupled_weight_decay_of_a_group_counts() -> None:
+    models = make_model(), make_model()
+    full = torch.optim.AdamW(models[0].parameters(), 1e-3, weight_decay=0.5)
+    coded = QuantizedAdamW(models[1].parameters(), 1e-3, weight_decay=0.5, quantization=FLOAT32)
+    for model, optimizer in zip(models, (full, coded), strict=True):
+        optimizer.param_groups[0]["decoupled_weight_decay"] = False
+        train(model, optimizer, 3)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_first_step_is_that_of_torch(name: str, options: dict[str, Any]) -> None:
     """Nothing has been rounded yet when the first update is made."""
