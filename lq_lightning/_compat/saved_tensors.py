@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
 
+from lq_lightning._compat.layouts import held_by
+
 _AT_ONCE = 2**64 - 1  # the age of nodes that accumulate gradients
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -50,7 +52,8 @@ def version_of(tensor: Tensor) -> int:
         from lq_lightning._compat.tracing import traced_version
 
         return traced_version(tensor)
-    return 0 if tensor.is_inference() else tensor._version
+    held = held_by(tensor)
+    return 0 if held.is_inference() else held._version
 
 
 def outer_hooks() -> Hooks | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
+from lq_lightning._compat.layouts import held_by
 from lq_lightning._compat.saved_tensors import has_storage, storage_key
 
 _versions: list[int] = []
@@ -15,7 +16,7 @@ _versions: list[int] = []
 
 def _record_version(context: Any) -> None:
     variable = context.get_local("tensor")
-    fake = variable.as_fake()
+    fake = held_by(variable.as_fake())
     # what is written through `.data` has a version of its own: any use of it counts as a change
     used = [
         node.args[0].meta.get("example_value")

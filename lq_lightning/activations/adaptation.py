@@ -34,10 +34,10 @@ from lq_lightning.codecs.spec import Code
 from lq_lightning.foundation.agreement import gather_objects
 
 from .calibration import average_values
-from .functions import Observer
 from .gradient_errors import coded_gradients, exact_gradients, sampled_rows
 from .measure import mark_output, marked_site
 from .sites import ActivationSite, MLPSite, NormSite, Site
+from .sources import Observer
 
 MAX_ERROR = 0.08
 # Models with random weights: 0.08 to 0.10 expected, 0.06 to 0.08 true. A pretrained one: 0.26 and

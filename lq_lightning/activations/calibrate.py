@@ -29,7 +29,6 @@ from .calibration import (
     UnitCalibration,
     average_ranks,
 )
-from .functions import encode_source
 from .gradient_errors import coded_gradients, exact_gradients, gradient_errors, run_backward
 from .install import quantize_activations
 from .measure import SavedByForward, SiteShape, is_measured
@@ -42,6 +41,7 @@ from .recompute import (
     whole_blocks,
 )
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site, policy_kind, sites_of
+from .sources import encode_source
 
 _MAX_ROWS = 16384  # longer inputs are timed in part
 _REPEATS = 3

@@ -21,11 +21,11 @@ from lq_lightning.kernels.activation import (
 )
 from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
 
-from .functions import as_matrix, encode_source
 from .measure import mark_output, marked_site, measured_site
 from .policy import CODECS, fit_codec
 from .recognize import ACTIVATIONS
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
+from .sources import as_matrix, encode_source
 
 _GOLDEN = 0.6180339887498949
 Errors = dict[str, dict[str, float]]  # by codec, by gradient

@@ -15,6 +15,7 @@ from .adaptation import MAX_ERROR, Adaptation
 from .find import Unsupported, find_sites
 from .hooks import pack_around_checkpoint, unpack_around_checkpoint
 from .measure import SavedTensors
+from .parallel import carry_sources, stop_carrying
 from .policy import ActivationPolicy, ActivationRule, SiteKind, resolve_policy
 from .recompute import install_recomputation, remove_recomputation
 from .report import ActivationReport, make_report, without_sites
@@ -122,6 +123,7 @@ class QuantizedActivations:
             if isinstance(found.site, HookSite) and found.site.kind == "checkpoint":
                 pack_around_checkpoint(found.module, found.site)
         self._recomputed = install_recomputation(model, policy)
+        carry_sources(model)
 
     def apply(self, policy: ActivationPolicy) -> None:
         """Keep activations by another policy from the next forward pass on.
@@ -231,6 +233,7 @@ class QuantizedActivations:
         for found in self._found:
             unpack_around_checkpoint(found.module)
             remove_site(found.module, found.site)
+        stop_carrying(self.model)
 
 
 def quantize_activations(

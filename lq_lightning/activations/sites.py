@@ -21,30 +21,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lq_lightning._compat.layouts import held_by
 from lq_lightning._compat.modules import has_global_hooks, is_sharded
 from lq_lightning._compat.saved_tensors import has_storage
 from lq_lightning.codecs import CodecSpec
 
 from .binding import Attached, bind_forward, unbind_forward
-from .functions import (
-    NormLayer,
-    Source,
-    attach,
-    encode_source,
-    linear,
-    observers,
-    quantized_activation,
-    quantized_norm,
-    remember_bits,
-    source_of,
-)
+from .functions import NormLayer, linear, quantized_activation, quantized_norm
 from .hooks import Regions, pack_around_checkpoint, run_packed
+from .parallel import (
+    Layout,
+    as_placed,
+    linear_of_shards,
+    local,
+    norm_layout,
+    pointwise,
+    product_layout,
+    replicated,
+    replicated_source,
+)
 from .policy import Matmul, SiteKind, fit_codec, is_worth_a_code
+from .sources import ALONE, Source, attach, encode_source, observers, remember_bits, source_of
 
 DIMS = (2, 3, 4, 5)  # numbers of dimensions for which recognition proves a site
 _SITE = "_lq_site"
 _FUNCTION = "_lq_function"
-_ALONE = "_lq_format"  # marks dropout's output, which nobody else saves: a code of it saves memory
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _VALUES = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, type, range, slice,
@@ -257,7 +258,7 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in _FLOATS and has_storage(x)
+    return isinstance(x, Tensor) and x.dtype in _FLOATS and has_storage(held_by(x))
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
@@ -375,17 +376,24 @@ class NormSite(Site):
 
     @override
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        x = _only(args, kwargs)
+        x = given = _only(args, kwargs)
         weight, bias = (None if n is None else getattr(module, n) for n in (self.weight, self.bias))
-        plain = self.encodes(x) and x.shape[-1] == self.size and not isinstance(weight, DTensor)
-        if not plain or not _needs_gradient(x, weight, bias) or not self.stands(module):
+        known = self.encodes(x) and x.shape[-1] == self.size
+        if not known or not _needs_gradient(x, weight, bias) or not self.stands(module):
             return self.original(module, *args, **kwargs)
+        layout = None
+        if any(isinstance(t, DTensor) for t in (x, weight, bias)):
+            layout = norm_layout(x, weight, bias)
+            if layout is None:
+                return self.original(module, *args, **kwargs)
+            x, weight = local(x), local(weight, layout.weight)
+            bias = local(bias, layout.bias)
         format = self.format(x.shape[-1])
         # FSDP2 frees the parameters of a norm before the backward of a linear layer in another unit
         copies = is_sharded(module)
         y = quantized_norm(x, weight, bias, self.layer, format, amax=self.amax, copies=copies)
         self.note(y, x=x, weight=weight, bias=bias)
-        return y
+        return y if layout is None else as_placed(y, given, layout.output)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -398,12 +406,14 @@ class ActivationSite(Site):
     @override
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = _only(args, kwargs)
-        if not self.encodes(x) or not _needs_gradient(x) or not self.stands(module):
-            return self.original(module, *args, **kwargs)
-        return self.activated(x)
+        wanted = self.encodes(x) and _needs_gradient(x) and self.stands(module)
+        y = self.activated(x) if wanted else None
+        return self.original(module, *args, **kwargs) if y is None else y
 
-    def activated(self, x: Tensor) -> Tensor:
-        """Return the function's value, keeping a code of ``x``."""
+    def activated(self, x: Tensor) -> Tensor | None:
+        """Return the function's value, keeping a code of ``x``; None where that is not known."""
+        if isinstance(x, DTensor):
+            return pointwise(self.activated, x)
         format = self.format(x.shape[-1])
         y = quantized_activation(x, None, self.activation, format, amax=self.amax)
         self.note(y, x=x)
@@ -423,8 +433,9 @@ class FunctionSite(ActivationSite):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the function."""
         x = _only(args, kwargs)
-        if self.encodes(x) and _needs_gradient(x):
-            return self.activated(x)
+        y = self.activated(x) if self.encodes(x) and _needs_gradient(x) else None
+        if y is not None:
+            return y
         if self.previous is None:
             raise AssertionError("the function that a site took the place of")
         return self.previous(*args, **kwargs)
@@ -466,10 +477,21 @@ class MLPSite(Site):
                 dtype = torch.promote_types(gate.dtype, up.dtype)
                 shape = torch.broadcast_shapes(gate.shape, up.shape)  # type: ignore[no-untyped-call]
                 gate, up = gate.to(dtype).expand(shape), up.to(dtype).expand(shape)
+        factors = (gate,) if up is None else (gate, up)
+        if isinstance(gate, DTensor):
+            inner = pointwise(self.activated, *factors)
+            if inner is None:
+                inner = pointwise(self.activated, *map(replicated, factors))
+        else:
+            inner = self.activated(*factors)
+        return getattr(module, self.down)(inner)
+
+    def activated(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """Return the input of the last projection, keeping codes of its factors."""
         format = self.format(gate.shape[-1])
         inner = quantized_activation(gate, up, self.activation, format, amax=self.amax)
         self.note(inner, gate=gate, up=up)
-        return getattr(module, self.down)(inner)
+        return inner
 
 
 def _linear(
@@ -502,24 +524,33 @@ class LinearSite(Site):
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = module.bias  # type: ignore[assignment]
         float8 = self.matmul != "native" and (torch.is_grad_enabled() or module.training)
-        plain = self.enabled and _is_plain(x) and not isinstance(weight, DTensor)
-        source = self.source(x) if plain and _needs_gradient(weight) else None
+        plain, layout = self.enabled and _is_plain(x), None
+        if plain and any(isinstance(t, DTensor) for t in (x, weight)):
+            layout = product_layout(x, weight, bias, self.transposed)
+            plain = layout is not None
+        source = self.source(x, layout, float8) if plain and _needs_gradient(weight) else None
         if not plain or (source is None and not float8):
             return self.original(module, *args, **kwargs)
-        weight = weight.t() if self.transposed else weight
-        return _linear(x, weight, bias, source, self.matmul if float8 else "native")
+        matmul: Matmul = self.matmul if float8 else "native"
+        if layout is not None:
+            return linear_of_shards(x, weight, bias, self.transposed, layout, source, matmul)
+        return _linear(x, weight.t() if self.transposed else weight, bias, source, matmul)
 
-    def source(self, x: Tensor) -> Source | None:
-        """Source of the input, made now if a code for this layer alone saves memory."""
+    def source(self, x: Tensor, layout: Layout | None, float8: bool) -> Source | None:
+        """Source of the input, made now if a code for this layer alone saves memory.
+
+        FP8 products save an input that is the same on all ranks in parts, if it has no code.
+        """
         source = source_of(x)
         if source is not None:
             return source
-        format: str | None = getattr(x, _ALONE, None)
+        format: str | None = getattr(x, ALONE, None)
         if format is None and self.codec is not None:
             format = self.format(x.shape[-1])
-        if format is None:
+        shared = layout is not None and layout.shares_input
+        if format is None and not (float8 and shared):
             return None
-        source = encode_source(x, format)
+        source = replicated_source(x, format) if shared else encode_source(local(x), format)
         attach(x, source)  # for other layers that read it
         self.watch(x)
         return source
@@ -537,7 +568,7 @@ class DropoutSite(Site):
             return x  # the original's result would have no source in a trace
         result = self.original(module, *args, **kwargs)
         if source is not None:
-            setattr(result, _ALONE, source.codes.format)
+            setattr(result, ALONE, source.codes.format)
         return result
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lq_lightning import QuantizationMonitor, QuantizedFSDPStrategy, QuantizedPrecision
 from lq_lightning.activations import quantize_activations
-from lq_lightning.activations.functions import source_of
+from lq_lightning.activations.sources import source_of
 
 PLAIN = {"weights": "none", "gradients": "none"}
 
