@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lq_lightning._compat.float8 import scaled_mm
 from lq_lightning._compat.saved_tensors import (
@@ -462,3 +462,53 @@ def linear(
                 x, weight, bias, codes, shared, dtype, matmul, len(operand), *operand, *tensors
             )
     return with_shape(y, (*x.shape[:-1], weight.shape[0]))  # here: it may be changed in place
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def self_attention(
+    module: nn.MultiheadAttention,
+    projected: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """``nn.MultiheadAttention`` of a tensor with itself, from projected queries, keys and values.
+
+    ``projected`` is ``[B, L, 3 * E]`` if ``module.batch_first``, else ``[L, B, 3 * E]``; ``[L, 3 *
+    E]`` without a batch. Returns the shape of ``projected``, with ``E`` channels.
+    """
+    heads = module.num_heads
+    batched = projected.dim() == 3
+    x = projected if batched else projected.unsqueeze(0)
+    if batched and not module.batch_first:
+        x = x.transpose(0, 1)
+    batch, length = x.shape[:2]
+    shape = (batch, length, heads, x.shape[-1] // (3 * heads))
+    q, k, v = (part.reshape(shape).transpose(1, 2) for part in x.chunk(3, dim=-1))
+    if is_causal and key_padding_mask is None:
+        mask = None
+    else:
+        is_causal, mask = False, None
+        if attn_mask is not None:
+            mask = _additive(attn_mask, q.dtype)
+            mask = mask.view(batch, heads, length, length) if mask.dim() == 3 else mask
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, length)
+            mask = padding if mask is None else mask + padding
+    p = module.dropout if module.training else 0.0
+    mixed = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
+    # Same strides as the module's own output, so that dropout behind it draws the same mask.
+    y = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
+    if not batched:
+        y = y.squeeze(1)
+    elif module.batch_first:
+        y = y.transpose(0, 1)
+    result: Tensor = y
+    return result

@@ -7,20 +7,25 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+
+from lq_lightning._compat.modules import tensor_parallel_parameters
 
 from .adaptation import MAX_ERROR, Adaptation
 from .find import Unsupported, find_sites
 from .hooks import pack_around_checkpoint, unpack_around_checkpoint
 from .measure import SavedTensors
-from .parallel import carry_sources, stop_carrying
+from .parallel import carry_sources, has_layout, stop_carrying
 from .policy import ActivationPolicy, ActivationRule, SiteKind, resolve_policy
 from .recompute import install_recomputation, remove_recomputation
 from .report import ActivationReport, make_report, without_sites
 from .sites import (
     HookSite,
+    LinearSite,
+    NormSite,
     Site,
     install_site,
     is_checkpointed,
@@ -37,6 +42,13 @@ def _kind(module: nn.Module, site: Site) -> SiteKind | None:
     if kind == "checkpoint" and not is_checkpointed(module):
         return None
     return kind
+
+
+def _layer(site: Site | None) -> str:
+    """Kind of layer for ``has_layout``, empty for all that computes with no shards."""
+    if isinstance(site, LinearSite):
+        return "transposed" if site.transposed else "linear"
+    return "norm" if isinstance(site, NormSite) else ""
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -123,7 +135,7 @@ class QuantizedActivations:
             if isinstance(found.site, HookSite) and found.site.kind == "checkpoint":
                 pack_around_checkpoint(found.module, found.site)
         self._recomputed = install_recomputation(model, policy)
-        carry_sources(model)
+        self.follow_layouts()
 
     def apply(self, policy: ActivationPolicy) -> None:
         """Keep activations by another policy from the next forward pass on.
@@ -220,6 +232,24 @@ class QuantizedActivations:
                 modules that say how wide their inputs are, each by itself; nothing is computed.
         """
         return make_report(self._found, self._unsupported, before, after)
+
+    def follow_layouts(self) -> None:
+        """Let codes pass the hooks of ``parallelize_module``: call it again if that comes later."""
+        carry_sources(self.model)
+
+    def native_shards(self) -> list[str]:
+        """Tensor-parallel parameters of modules that keep and compute what torch does."""
+        owners: dict[str, dict[str, Any]] = {}
+        for name, where in tensor_parallel_parameters(self.model).items():
+            owner, _, key = name.rpartition(".")
+            owners.setdefault(owner, {})[key] = (self.model.get_parameter(name), *where)
+        native = []
+        for owner, tensors in owners.items():
+            module = self.model.get_submodule(owner)
+            kind = _layer(site_of(module))
+            if not isinstance(module, nn.Embedding) and not (kind and has_layout(kind, tensors)):
+                native += [f"{owner}.{key}" for key in tensors]
+        return native
 
     def forget_absent(self) -> None:
         """Forget modules that have left the model since, such as layers of other stages."""

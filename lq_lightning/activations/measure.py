@@ -259,7 +259,9 @@ class SavedByForward:
                 hooks.enter_context(unit.register_forward_hook(self._leave_unit))
             for module in filter(measured_site, model.modules()):
                 hooks.enter_context(module.register_forward_pre_hook(self._enter_site))
-                hooks.enter_context(module.register_forward_hook(self._leave_site))
+                # before hooks that place the output
+                leave = module.register_forward_hook(self._leave_site, prepend=True)
+                hooks.enter_context(leave)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse))
             run()
 
@@ -302,9 +304,10 @@ class SavedByForward:
             if name != site.name and weight.requires_grad:
                 self._shape(name).readers.append(site.name)
         if x is not None and not isinstance(site, MLPSite) and name == site.name:
-            self._shape(name).add(x)
+            alone = isinstance(site, LinearSite)
+            self._shape(name).add(site.encoded(module, x) if alone else held_by(x))
         if x is not None and id(module) in self._down:
-            self._shape(name).add(x)
+            self._shape(name).add(held_by(x))
         self._sites.append(name)
 
     def _leave_site(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -29,6 +29,7 @@ from .sources import (
     ALONE,
     MARK,
     ORIGIN,
+    PART,
     Codes,
     Shared,
     Source,
@@ -116,14 +117,24 @@ def norm_layout(x: Any, weight: Any, bias: Any) -> Layout | None:
     return _WHOLE if placed == Replicate() else _by_tokens(placed, x)
 
 
-def has_layout(weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
-    """Return whether products with a DTensor have a layout for some placement of the input."""
-    placed = _placement(weight)
-    of_bias = Replicate() if bias is None else _placement(bias)
-    by_columns = placed == Shard(1 if transposed else 0)
-    return placed is not None and (
-        bias is None or of_bias == (Shard(0) if by_columns else Replicate())
-    )
+def has_layout(layer: str, tensors: dict[str, tuple[Tensor, DeviceMesh, list[Placement]]]) -> bool:
+    """Return whether a site computes with parameters, by name, that lie so while they are used.
+
+    ``layer`` is ``"norm"``, ``"linear"``, or ``"transposed"`` if the weight is ``[K, O]``.
+    """
+    shards = []
+    for p, mesh, placements in tensors.values():
+        dim = _dim(placements[0], p)
+        if mesh.ndim != 1 or (dim is None and placements[0] != Replicate()):
+            return False
+        if dim is not None and p.shape[dim] % mesh.size():
+            return False
+        shards.append(dim)
+    if layer == "norm":
+        return shards in ([None], [None, None])
+    columns = 1 if layer == "transposed" else 0
+    weight, *bias = shards if "weight" in tensors else [None, 0]
+    return bias in ([], [0 if weight == columns else None])
 
 
 def local(x: Any, gradient: Placement | None = None) -> Any:
@@ -156,7 +167,7 @@ def linear_of_shards(
     y = linear(local(x, layout.x), values, added, source, matmul)
     if source is not None:
         for each in observers():
-            each.reader(x, y)
+            each.reader(x, y, 1 if layout.weight or layout == _WHOLE else x.device_mesh.size())
     return as_placed(y, x, layout.output)
 
 
@@ -176,6 +187,20 @@ def pointwise(function: Callable[..., Tensor], *tensors: Any) -> Tensor | None:
     if not _on_one_mesh(x, *tensors) or placed[0] is None or any(p != placed[0] for p in placed):
         return None
     return as_placed(function(*(local(t) for t in tensors)), x, placed[0])
+
+
+def output_placements(y: Tensor) -> list[Placement] | None:
+    """How the gradient of a DTensor has to lie, None for any other tensor."""
+    if not isinstance(y, DTensor):
+        return None
+    return [Replicate() if p.is_partial() else p for p in y.placements]
+
+
+def local_gradient(gradient: Tensor, placed: list[Placement] | None) -> Tensor:
+    """The local tensor of a gradient, summed over ranks where each has a part of it; collective."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    return gradient.redistribute(placements=placed).to_local()
 
 
 # --- codes of tokens that lie on several ranks --------------------------------------------------
@@ -322,9 +347,11 @@ def carry(
     stays = stays and (dim is not None or placed == wanted == Replicate())
     if not stays and (wanted != Replicate() or dim is None or dim == before.dim() - 1):
         return
-    for name in (ALONE, MARK):
+    for name in (ALONE, MARK, PART):
         if (mark := getattr(before, name, None)) is not None:
             setattr(after, name, mark)
+    if not stays and dim is not None:
+        setattr(after, PART, (dim, mesh.get_local_rank(), mesh.size()))
     source = source_of(before)
     if source is not None:
         relay(after, source if stays or dim is None else gathered(source, mesh, dim))

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,7 @@ from lq_lightning._compat.saved_tensors import has_storage
 from lq_lightning.codecs import CodecSpec
 
 from .binding import Attached, bind_forward, unbind_forward
-from .functions import NormLayer, linear, quantized_activation, quantized_norm
+from .functions import NormLayer, linear, quantized_activation, quantized_norm, self_attention
 from .hooks import Regions, pack_around_checkpoint, run_packed
 from .parallel import (
     Layout,
@@ -35,13 +34,23 @@ from .parallel import (
     linear_of_shards,
     local,
     norm_layout,
+    own_rows,
     pointwise,
     product_layout,
     replicated,
     replicated_source,
 )
 from .policy import Matmul, SiteKind, fit_codec, is_worth_a_code
-from .sources import ALONE, Source, attach, encode_source, observers, remember_bits, source_of
+from .sources import (
+    ALONE,
+    ORIGIN,
+    Source,
+    attach,
+    encode_source,
+    observers,
+    remember_bits,
+    source_of,
+)
 
 DIMS = (2, 3, 4, 5)  # numbers of dimensions for which recognition proves a site
 _SITE = "_lq_site"
@@ -344,10 +353,10 @@ class Site(Attached):
         known = not torch.compiler.is_compiling() and (codec, x.shape[-1]) in self.formats
         return known or is_worth_a_code(codec, x.shape[-1])
 
-    def note(self, output: Tensor, **tensors: Tensor | None) -> None:
+    def note(self, output: Tensor, ranks: int = 1, **tensors: Tensor | None) -> None:
         """Show observers what the site encodes and returns; watch the bits of its first output."""
         for each in observers():
-            each.call(self, output, tensors)
+            each.call(self, output, tensors, ranks)
         self.watch(output)
 
     def watch(self, tensor: Tensor) -> None:
@@ -381,18 +390,19 @@ class NormSite(Site):
         known = self.encodes(x) and x.shape[-1] == self.size
         if not known or not _needs_gradient(x, weight, bias) or not self.stands(module):
             return self.original(module, *args, **kwargs)
-        layout = None
+        layout, ranks = None, 1
         if any(isinstance(t, DTensor) for t in (x, weight, bias)):
             layout = norm_layout(x, weight, bias)
             if layout is None:
                 return self.original(module, *args, **kwargs)
             x, weight = local(x), local(weight, layout.weight)
-            bias = local(bias, layout.bias)
+            bias, ranks = local(bias, layout.bias), given.device_mesh.size()
+            setattr(x, ORIGIN, getattr(given, ORIGIN, x))  # has the gradient of all its readers
         format = self.format(x.shape[-1])
         # FSDP2 frees the parameters of a norm before the backward of a linear layer in another unit
         copies = is_sharded(module)
         y = quantized_norm(x, weight, bias, self.layer, format, amax=self.amax, copies=copies)
-        self.note(y, x=x, weight=weight, bias=bias)
+        self.note(y, ranks if layout and layout.weight else 1, x=x, weight=weight, bias=bias)
         return y if layout is None else as_placed(y, given, layout.output)
 
 
@@ -536,6 +546,11 @@ class LinearSite(Site):
             return linear_of_shards(x, weight, bias, self.transposed, layout, source, matmul)
         return _linear(x, weight.t() if self.transposed else weight, bias, source, matmul)
 
+    def encoded(self, module: Any, x: Tensor) -> Tensor:
+        """The values that a code for this layer alone would be of."""
+        layout = product_layout(x, module.weight, module.bias, self.transposed)
+        return own_rows(x) if layout is not None and layout.shares_input else held_by(x)
+
     def source(self, x: Tensor, layout: Layout | None, float8: bool) -> Source | None:
         """Source of the input, made now if a code for this layer alone saves memory.
 
@@ -630,7 +645,7 @@ class MultiheadSite(HookSite):
         if source is None or isinstance(weight, DTensor) or not _takes(module, kwargs):
             return HookSite.forward(self, module, query, key, value, *args, **kwargs)
         projected = _linear(query, weight, module.in_proj_bias, source, self.matmul)
-        return _self_attention(module, projected, **kwargs), None
+        return self_attention(module, projected, **kwargs), None
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -649,7 +664,7 @@ _ATTENTION_OPTIONS = {
 
 
 def _takes(module: nn.MultiheadAttention, options: Mapping[str, Any]) -> bool:
-    """Whether ``_self_attention`` computes what the module would with these options."""
+    """Whether ``self_attention`` computes what the module would with these options."""
     return (
         not options.get("need_weights", True)
         and module.in_proj_weight is not None
@@ -657,56 +672,6 @@ def _takes(module: nn.MultiheadAttention, options: Mapping[str, Any]) -> bool:
         and not module.add_zero_attn
         and options.keys() <= _ATTENTION_OPTIONS
     )
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
-
-
-def _self_attention(
-    module: nn.MultiheadAttention,
-    projected: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """``nn.MultiheadAttention`` of a tensor with itself, from projected queries, keys and values.
-
-    ``projected`` is ``[B, L, 3 * E]`` if ``module.batch_first``, else ``[L, B, 3 * E]``; ``[L, 3 *
-    E]`` without a batch. Returns the shape of ``projected``, with ``E`` channels.
-    """
-    heads = module.num_heads
-    batched = projected.dim() == 3
-    x = projected if batched else projected.unsqueeze(0)
-    if batched and not module.batch_first:
-        x = x.transpose(0, 1)
-    batch, length = x.shape[:2]
-    shape = (batch, length, heads, x.shape[-1] // (3 * heads))
-    q, k, v = (part.reshape(shape).transpose(1, 2) for part in x.chunk(3, dim=-1))
-    if is_causal and key_padding_mask is None:
-        mask = None
-    else:
-        is_causal, mask = False, None
-        if attn_mask is not None:
-            mask = _additive(attn_mask, q.dtype)
-            mask = mask.view(batch, heads, length, length) if mask.dim() == 3 else mask
-        if key_padding_mask is not None:
-            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, length)
-            mask = padding if mask is None else mask + padding
-    p = module.dropout if module.training else 0.0
-    mixed = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
-    # Same strides as the module's own output, so that dropout behind it draws the same mask.
-    y = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
-    if not batched:
-        y = y.squeeze(1)
-    elif module.batch_first:
-        y = y.transpose(0, 1)
-    result: Tensor = y
-    return result
 
 
 def site_of(module: nn.Module) -> Site | None:

@@ -33,6 +33,8 @@ SOURCE = "_lq_source"
 ORIGIN = "_lq_origin"  # of a DTensor: the tensor that it wraps, which had no source
 ALONE = "_lq_format"  # marks dropout's output, which nobody else saves: a code of it saves memory
 MARK = "_lq_calibrated_site"  # the site that made a tensor
+# Dimension, number of this rank, and of all: where in a tensor the rows lie that the site has here.
+PART = "_lq_part"
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -356,11 +358,33 @@ class Observer:
         code is of ``x`` less the mean of each row.
         """
 
-    def call(self, site: Any, output: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
-        """Called with what a norm, an activation function or an MLP encodes and returns."""
+    def call(
+        self, site: Any, output: Tensor, tensors: Mapping[str, Tensor | None], ranks: int
+    ) -> None:
+        """Called with what a norm, an activation function or an MLP encodes and returns of rows
+        that lie on so many ranks.
+        """
 
-    def reader(self, x: Tensor, output: Tensor) -> None:
-        """Called with input and output of a linear layer that has a weight gradient."""
+    def reader(self, x: Tensor, output: Tensor, shards: int = 1) -> None:
+        """Called with input and output of a linear layer that has a weight gradient; ``output`` is
+        local, its weight one of so many shards.
+        """
+
+
+Part = tuple[int, int, int]
+
+
+def part_of(x: Tensor) -> Part:
+    """Where in a tensor the rows lie that the site that made it has on this rank."""
+    part: Part = getattr(x, PART, (0, 0, 1))
+    return part
+
+
+def own_rows_of(gradient: Tensor, part: Part) -> Tensor:
+    """The rows of a gradient that lie in a part."""
+    dim, rank, size = part
+    each = gradient.shape[dim] // size
+    return gradient.narrow(dim, rank * each, each)
 
 
 _observers: dict[type[Observer], Observer] = {}
