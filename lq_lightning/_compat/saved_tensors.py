@@ -52,8 +52,17 @@ def version_of(tensor: Tensor) -> int:
         from lq_lightning._compat.tracing import traced_version
 
         return traced_version(tensor)
+    return version_now(tensor)
+
+
+def version_now(tensor: Tensor) -> int:
+    """Count changes of a tensor, for a DTensor also of what it holds: neither counts the other's.
+
+    A tensor that is no DTensor is what it holds.
+    """
     held = held_by(tensor)
-    return 0 if held.is_inference() else held._version
+    own = 0 if held is tensor else tensor._version
+    return own if held.is_inference() else own + held._version
 
 
 def outer_hooks() -> Hooks | None:

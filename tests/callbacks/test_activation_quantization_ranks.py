@@ -95,7 +95,7 @@ def _more_on_two_ranks(rank: int, world: int, root: str) -> None:
         _, losses = fit(TensorParallel(), root, recipe, strategy, world, callbacks=[inside])
         curves.append(losses)
     assert close(*curves)
-    kept = [f"net.blocks.{name}" for name in ("0.norm", "1.norm", "1.mlp")]
+    kept = [f"net.blocks.{name}" for name in ("0.norm", "0.mlp", "1.norm", "1.mlp")]
     assert inside.names == kept
 
 
