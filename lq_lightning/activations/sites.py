@@ -341,6 +341,15 @@ class Site(Attached):
             )
         return False
 
+    def leave(self, module: nn.Module) -> None:
+        """Warn once that the module runs as it is: how its tensors are placed is not known."""
+        if not torch.compiler.is_compiling() and not self.doubted:
+            self.doubted = True
+            rank_zero_warn(
+                f"`{self.name}` ({type(module).__name__}) is tensor-parallel in a way that is not "
+                "known, or in parts of several sizes. It runs its own forward, without codes."
+            )
+
     def takes(self, x: Any) -> bool:
         """Return whether the site is to keep codes of an input."""
         return self.enabled and self.codec is not None and _is_plain(x) and x.dim() in DIMS
@@ -394,6 +403,7 @@ class NormSite(Site):
         if any(isinstance(t, DTensor) for t in (x, weight, bias)):
             layout = norm_layout(x, weight, bias)
             if layout is None:
+                self.leave(module)
                 return self.original(module, *args, **kwargs)
             x, weight = local(x), local(weight, layout.weight)
             bias, ranks = local(bias, layout.bias), given.device_mesh.size()
@@ -538,6 +548,8 @@ class LinearSite(Site):
         if plain and any(isinstance(t, DTensor) for t in (x, weight)):
             layout = product_layout(x, weight, bias, self.transposed)
             plain = layout is not None
+            if not plain and (float8 or self.codec is not None or source_of(x) is not None):
+                self.leave(module)
         source = self.source(x, layout, float8) if plain and _needs_gradient(weight) else None
         if not plain or (source is None and not float8):
             return self.original(module, *args, **kwargs)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lq_testing import run_ranks
 from lq_testing.small_block import Conv1D
-from lq_testing.tensor_parallel_blocks import WIDTH, GPTBlock, LlamaBlock, plan
+from lq_testing.tensor_parallel_blocks import WIDTH, GPTBlock, HuggingFaceBlock, LlamaBlock, plan
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -115,6 +115,7 @@ _CASES: tuple[tuple[type[nn.Module], str, Recipe], ...] = (
     (GPTBlock, "local", "fp8-4bit"),
     (GPTBlock, "each", "agoq"),
     (GPTBlock, "whole", FULL_PRECISION),
+    (HuggingFaceBlock, "tokens", "agoq"),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -69,6 +70,44 @@ class GPTBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class HuggingFaceBlock(nn.Module):
+    """A layer of transformers' Llama, called as its model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.models.llama import modeling_llama
+
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": WIDTH // HEAD, "num_key_value_heads": 2}
+        config = modeling_llama.LlamaConfig(**sizes, **heads, attn_implementation="sdpa")
+        self.layer = modeling_llama.LlamaDecoderLayer(config, 0)
+        position, width = torch.arange(8.0)[:, None], torch.arange(HEAD)[None] / HEAD
+        self.turns = (position * width).cos()[None], (position * width).sin()[None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layer(x, position_embeddings=self.turns)
+        return made[0] if isinstance(made, tuple) else made
+
+
+def _plan_of_layer() -> dict[str, ParallelStyle]:
+    tokens, whole = Shard(1), Replicate()
+    made: dict[str, ParallelStyle] = {
+        f"layer.{n}": ColwiseParallel()
+        for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    }
+    made |= {f"layer.mlp.{n}": ColwiseParallel() for n in ("gate_proj", "up_proj")}
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        made[f"layer.{name}"] = RowwiseParallel(output_layouts=tokens)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        made[f"layer.{name}"] = SequenceParallel()
+    made["layer.self_attn"] = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": tokens},
+        desired_input_kwarg_layouts={"hidden_states": whole},
+    )
+    made["layer.mlp"] = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
+    return made
+
+
 def plan(block: nn.Module, way: str = "tokens") -> dict[str, ParallelStyle]:
     """Styles for a block.
 
@@ -76,6 +115,8 @@ def plan(block: nn.Module, way: str = "tokens") -> dict[str, ParallelStyle]:
     torchtitan. ``"local"``: the same with plain tensors between modules. ``"each"``: every
     projection gathers its input itself, and passes on DTensors within the MLP.
     """
+    if isinstance(block, HuggingFaceBlock):
+        return _plan_of_layer()
     tokens, whole = Shard(1), Replicate()
     first = [n for n, m in block.named_modules() if n.endswith(("q_proj", "k_proj", "v_proj"))]
     inner = [
