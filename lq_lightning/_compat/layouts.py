@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from lq_lightning._compat.torch import all_gather_flat
 
 _STYLES = "torch.distributed.tensor.parallel.style"
+_REPLACED = "_lq_replaced_hook"
 _PRE, _POST = "_forward_pre_hooks", "_forward_hooks"
 
 # By position or name of an argument, or 0 for a result: placement of a plain tensor, and of what
@@ -61,6 +62,19 @@ def layout_hooks(module: nn.Module) -> Iterator[LayoutHook]:
                     mesh=mesh,
                     moves=moves,
                 )
+
+
+def replace_hook(known: LayoutHook, hook: Callable[..., Any]) -> None:
+    """Let another function run in place of a hook, which it calls."""
+    setattr(hook, _REPLACED, known.hook)
+    known.registry[known.key] = hook
+
+
+def restore_hooks(module: nn.Module) -> None:
+    """Put back the hooks of a module that were replaced."""
+    for registry in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in registry.items():
+            registry[key] = getattr(hook, _REPLACED, hook)
 
 
 def _read(hook: Any, before: bool) -> tuple[DeviceMesh, Moves] | None:

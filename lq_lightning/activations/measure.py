@@ -304,8 +304,8 @@ class SavedByForward:
             if name != site.name and weight.requires_grad:
                 self._shape(name).readers.append(site.name)
         if x is not None and not isinstance(site, MLPSite) and name == site.name:
-            alone = isinstance(site, LinearSite)
-            self._shape(name).add(site.encoded(module, x) if alone else held_by(x))
+            own = site.encoded(module, x) if isinstance(site, LinearSite) else held_by(x)
+            self._shape(name).add(own)
         if x is not None and id(module) in self._down:
             self._shape(name).add(held_by(x))
         self._sites.append(name)

@@ -20,7 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from typing_extensions import override
 
-from lq_lightning._compat.layouts import LayoutHook, gather_bytes, layout_hooks, local_of
+from lq_lightning._compat.layouts import (
+    LayoutHook,
+    gather_bytes,
+    layout_hooks,
+    local_of,
+    replace_hook,
+    restore_hooks,
+)
 from lq_lightning.kernels.float8 import float8_cast
 
 from .functions import linear
@@ -180,7 +187,7 @@ def replicated(x: Tensor) -> Any:
     )
 
 
-def pointwise(function: Callable[..., Tensor], *tensors: Any) -> Tensor | None:
+def pointwise(function: Callable[..., Any], *tensors: Any) -> Tensor | None:
     """Apply a function of single values to the local tensors of DTensors; None if unknown."""
     x = tensors[0]
     placed = [_placement(t) for t in tensors]
@@ -200,7 +207,8 @@ def local_gradient(gradient: Tensor, placed: list[Placement] | None) -> Tensor:
     """The local tensor of a gradient, summed over ranks where each has a part of it; collective."""
     if not isinstance(gradient, DTensor):
         return gradient
-    return gradient.redistribute(placements=placed).to_local()
+    whole: Tensor = gradient.redistribute(placements=placed).to_local()
+    return whole
 
 
 # --- codes of tokens that lie on several ranks --------------------------------------------------
@@ -297,7 +305,7 @@ def gathered(source: Source, mesh: DeviceMesh, dim: int) -> Source:
     return source.gathered
 
 
-def own_rows(x: DTensor) -> Tensor:
+def own_rows(x: Any) -> Tensor:
     """This rank's part of the rows of a replicated tensor ``[..., N]``, padded with zeros."""
     mesh = x.device_mesh
     rows = as_matrix(local(x).detach())
@@ -306,7 +314,7 @@ def own_rows(x: DTensor) -> Tensor:
     return F.pad(part, (0, 0, 0, each - part.shape[0]))
 
 
-def replicated_source(x: DTensor, format: str | None) -> Source:
+def replicated_source(x: Any, format: str | None) -> Source:
     """A source for a replicated tensor: each rank keeps a code of a part of its rows, or with no
     format the part itself.
     """
@@ -381,21 +389,17 @@ def _carrying(each: LayoutHook) -> Callable[..., Any]:
                 carry(values[0][key], values[1][key], mesh, placed, wanted)
         return made
 
-    made: Any = before if each.before else after
-    made._lq_hook = hook
-    return made  # type: ignore[no-any-return]
+    return before if each.before else after
 
 
 def carry_sources(model: nn.Module) -> None:
     """Let sources pass the hooks of torch's tensor-parallel styles; idempotent."""
     for module in model.modules():
         for each in layout_hooks(module):
-            each.registry[each.key] = _carrying(each)
+            replace_hook(each, _carrying(each))
 
 
 def stop_carrying(model: nn.Module) -> None:
     """Put back the hooks as they were; idempotent."""
     for module in model.modules():
-        for registry in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in registry.items():
-                registry[key] = getattr(hook, "_lq_hook", hook)
+        restore_hooks(module)

@@ -573,11 +573,13 @@ class LinearSite(Site):
             return source
         format: str | None = getattr(x, ALONE, None)
         if format is None and self.codec is not None:
-            format = self.format(x.shape[-1])
-        shared = layout is not None and layout.shares_input
-        if format is None and not (float8 and shared):
+            format = self.format(local(x).shape[-1])
+        if layout is not None and layout.shares_input and (format is not None or float8):
+            source = replicated_source(x, format)
+        elif format is not None:
+            source = encode_source(local(x), format)
+        else:
             return None
-        source = replicated_source(x, format) if shared else encode_source(local(x), format)
         attach(x, source)  # for other layers that read it
         self.watch(x)
         return source
