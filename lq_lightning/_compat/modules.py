@@ -112,7 +112,8 @@ def tensor_parallel_parameters(root: nn.Module) -> dict[str, tuple[DeviceMesh, l
     for module in root.modules():
         for group in param_groups(module) if isinstance(module, FSDPModule) else ():
             for p in group.fsdp_params:
-                gathered[id(p.sharded_param)] = p._tp_spec if p.is_dtensor else None
+                spec = getattr(p, "_unsharded_dtensor_spec", None)  # torch >= 2.13
+                gathered[id(p.sharded_param)] = spec or getattr(p, "_tp_spec", None)
     found = {}
     for name, parameter in root.named_parameters():
         spec = gathered.get(id(parameter), getattr(parameter, "_spec", None))
