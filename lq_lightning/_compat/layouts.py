@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement
 
 from lq_lightning._compat.torch import all_gather_flat
@@ -121,7 +121,10 @@ def _of_style(style: Any, before: bool) -> Moves:
 def held_by(tensor: Tensor) -> Tensor:
     """Return the memory behind a DTensor, any other tensor itself; apart from autograd."""
     held: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return held.trigger_wait() if isinstance(held, AsyncCollectiveTensor) else held  # type: ignore[no-any-return]
+    if isinstance(held, AsyncCollectiveTensor):
+        held = held.trigger_wait()  # type: ignore[no-untyped-call]
+    arrived: Tensor = held
+    return arrived
 
 
 def local_of(x: DTensor, gradient: Placement | None) -> Tensor:
@@ -138,7 +141,7 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
-        plain: Tensor = x.trigger_wait()
+        plain: Tensor = x.trigger_wait()  # type: ignore[no-untyped-call]
         return plain.view_as(plain)
 
     @staticmethod
@@ -155,7 +158,8 @@ class _Received(torch.autograd.Function):
 def gather_bytes(x: Tensor, group: str, size: int) -> Tensor:
     """Gather ``[n]`` uint8 of each rank of a group, by its name: ``[size, n]``."""
     out = x.new_empty(size * x.numel())
-    all_gather_flat(out, x.contiguous(), _resolve_process_group(group))
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    all_gather_flat(out, x.contiguous(), resolve(group))
     return out.view(size, -1)
 
 

@@ -276,7 +276,8 @@ class Values(Codes):
     @override
     def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
         x: Any = tensors[0]
-        return x.to(dtype)
+        value: Tensor = x.to(dtype)
+        return value
 
     @override
     def rebuild_float8(self, tensors: Tensors, rows: int, scale: Tensor) -> Tensor:
