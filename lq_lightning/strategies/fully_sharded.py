@@ -183,6 +183,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def place_module(self, module: LightningModule) -> None:
         """Shard the module and move it; called by each Trainer method, also for a placed module."""
+        self._parallelize(module)
         self._shard_once(module)
         initialize_root(cast(FSDPModule, module))
         register_evaluation_steps(module)
@@ -359,6 +360,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
+                if self._tensor.size > 1 and submodule.process_group is None:
+                    submodule.process_group = self.data_group()
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -382,6 +385,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         self._checkpointer.run_deferred_load()  # only called on the single-device path
         return model
+
+    def _parallelize(self, module: LightningModule) -> None:
+        """Cut a whole module for tensor-parallel ranks as the option says."""
 
     def _shard_once(self, module: LightningModule) -> None:
         known = sharded(module)
@@ -408,7 +414,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Make the optimizers and check that they update the sharded parameters."""
         super().setup_optimizers(trainer)
         self._steps.set_up(self._require_module(), self.optimizers)
-        self._tensor.set_up()
+        self._tensor.set_up(self.optimizers)
         if self._tensor.size > 1:
             self._norm = self.make_norm()
             self._fsdp_precision.clip_norm = self._norm.clip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lq_lightning._compat.tensor_parallel import TENSOR, replicated_parameters, tensor_shard
 from lq_lightning._compat.tensors import local_tensor
@@ -61,6 +62,7 @@ class TensorRanks(StrategyPart):
         self._module: nn.Module | None = None
         self._group: dist.ProcessGroup | None = None
         self._every: dist.ProcessGroup | None = None
+        self._optimizers: Sequence[Optimizer] = ()
         self._steps = 0
 
     def share_values(
@@ -83,15 +85,15 @@ class TensorRanks(StrategyPart):
             )
         self._copy_from_first(replicated_parameters(module).values())
 
-    @torch.no_grad()
-    def _copy_from_first(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            local = local_tensor(parameter.detach())
-            if local.numel():  # flat bytes: gloo knows no float8
+    def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            local = local_tensor(tensor.detach())
+            if local.numel():  # bytes: gloo knows no float8
                 dist.broadcast(local.view(-1).view(torch.uint8), group=self._group, group_src=0)
 
-    def set_up(self) -> None:
+    def set_up(self, optimizers: Sequence[Optimizer]) -> None:
         """Start a run of ``fit``."""
+        self._optimizers = optimizers
         self._steps = 0
 
     @torch.no_grad()
@@ -103,7 +105,6 @@ class TensorRanks(StrategyPart):
         """
         if self._module is None or self._steps:
             return
-        self._steps = 1
         names, differences = [], []
         for name, parameter in replicated_parameters(self._module).items():
             if parameter.grad is not None:
@@ -133,10 +134,8 @@ class TensorRanks(StrategyPart):
     def after_optimizer_step(self, stepped: bool) -> None:
         """Compare replicated parameters every so many steps."""
         every = self._options.check_replicas_every_n_steps
-        if self._module is None or not every:
-            return
         self._steps += 1
-        if self._steps % every == 0:
+        if self._module is not None and every and self._steps % every == 0:
             self._compare()
 
     def _compare(self) -> None:
@@ -152,14 +151,24 @@ class TensorRanks(StrategyPart):
             return
         message = (
             f"`{drifted[0]}`{_more(drifted)} differ between tensor-parallel ranks, which all hold "
-            "the same parameters: something wrote to them on some ranks only, or computed "
-            "gradients of another order of sums"
+            "the same parameters: something wrote to them on some ranks only, or summed gradients "
+            "in another order"
         )
         if self._options.on_drift == "raise":
             raise RuntimeError(f"{message}. `on_drift='resync'` would take the first rank's.")
-        self._copy_from_first(parameters[name] for name in drifted)
+        for parameter in map(parameters.__getitem__, drifted):
+            self._copy_from_first((parameter, *self._states(parameter)))
         self._collectives.on_weights_loaded()
-        rank_zero_warn(f"{message}. They take the values of the first rank.")
+        rank_zero_warn(
+            f"{message}. They and their optimizer states become those of the first rank."
+        )
+
+    def _states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for value in optimizer.state.get(parameter, {}).values():
+                # counters of steps, on the CPU, are equal
+                if isinstance(value, Tensor) and value.device == parameter.device and value.ndim:
+                    yield value
 
 
 def _more(found: list[object] | list[str]) -> str:

@@ -1,4 +1,4 @@
-"""A small language model for tensor-parallel ranks, cut in ``configure_model`` as Lightning shows."""
+"""A small language model that tensor-parallel ranks cut in `configure_model`."""
 
 from __future__ import annotations
 
