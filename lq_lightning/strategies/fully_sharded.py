@@ -390,11 +390,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Cut a whole module for tensor-parallel ranks as the option says."""
 
     def _shard_once(self, module: LightningModule) -> None:
-        known = sharded(module)
+        known, mesh = sharded(module), self.device_mesh[DATA, TENSOR]
+        self._tensor.attach(module, mesh, self.model_group())
         if known is not None:
             check_settings(module, known.settings, self.settings())
             return
-        mesh = self.device_mesh[DATA, TENSOR]
         known = shard(
             module,
             self.unit_selector(),
@@ -405,7 +405,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self.root_device,
             self._layer_sync,
         )
-        self._tensor.share_values(module, mesh, self.model_group())
+        self._tensor.share_values()
         known.settings, known.extra = self.settings(), self.on_sharded(module)
         remember(module, known)
         rank_zero_info(known.plan.summary())

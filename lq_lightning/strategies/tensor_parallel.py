@@ -65,16 +65,16 @@ class TensorRanks(StrategyPart):
         self._optimizers: Sequence[Optimizer] = ()
         self._steps = 0
 
-    def share_values(
-        self, module: nn.Module, mesh: DeviceMesh, every: dist.ProcessGroup | None
-    ) -> None:
-        """Give replicated parameters the values of the first tensor-parallel rank.
+    def attach(self, module: nn.Module, mesh: DeviceMesh, every: dist.ProcessGroup | None) -> None:
+        """Watch a sharded module; ``every`` has all ranks of the mesh."""
+        if self.size > 1:
+            self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
 
-        ``every`` has all ranks of the mesh.
-        """
-        if self.size == 1:
+    def share_values(self) -> None:
+        """Give replicated parameters the values of the first tensor-parallel rank."""
+        module = self._module
+        if module is None:
             return
-        self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
         if not any(tensor_shard(p) is not None for p in module.parameters()):
             raise ValueError(
                 f"`{self._owner}(tensor_parallel_size={self.size})`: no parameter of "
