@@ -45,12 +45,12 @@ from lq_lightning.strategies.pipelines.stages import (
     cut,
     cut_of,
     describe_shared,
-    draw_alike,
     place,
     remember_cut,
     shared_tensors,
     stage_topology,
 )
+from lq_lightning.strategies.same_batches import draw_alike
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
     check_settings,
@@ -380,7 +380,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         """Let the ranks of a pipeline draw the same batches."""
         dataloader = super().process_dataloader(dataloader)
         if self._ranks is not None:
-            draw_alike(dataloader, self._ranks)
+            ranks = self._ranks
+            draw_alike(dataloader, [ranks.control_group], ranks.stage_group.rank())
         return dataloader
 
     def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:

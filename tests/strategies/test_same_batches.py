@@ -1,0 +1,136 @@
+"""Ranks that compute one forward together get one batch, and draw alike."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lq_testing.ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+from lq_lightning.strategies.same_batches import BatchCheck, align_random_numbers, draw_alike
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Pair:
+    left: Tensor
+    right: Any
+
+
+def _batch() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "image": torch.randn(2, 3, 8, 1024, generator=generator),
+        "mask": torch.rand(5, 300, generator=generator) > 0.5,
+        "pair": Pair(torch.arange(4), ["text", 3, None]),
+        "wave": torch.complex(torch.ones(3), torch.arange(3.0)),
+        "empty": torch.zeros(0, 7, dtype=torch.bfloat16),
+    }
+
+
+def _flip(dim: int) -> Callable[[dict[str, Any]], None]:
+    return lambda batch: batch.update(image=batch["image"].flip(dim))
+
+
+# what rank 1 of a group does to its batch, what names it, and whether only the contents differ
+CHANGES: list[tuple[Callable[[dict[str, Any]], None], str, bool]] = [
+    (
+        lambda batch: batch.pop("mask"),
+        r"`batch\['mask'\]` is bool \[5, 300\].*missing on rank",
+        False,
+    ),
+    (lambda batch: batch.update(empty=torch.zeros(7, 0)), r"`batch\['empty'\]`", False),
+    (
+        lambda batch: batch["pair"].right.__setitem__(0, "other"),
+        r"'text' on rank . and 'other'",
+        False,
+    ),
+    (lambda batch: batch["pair"].right.__setitem__(1, 4), r"`batch\['pair'\].right\[1\]`", False),
+    (_flip(0), r"`batch\['image'\]`", True),
+    (_flip(2), r"`batch\['image'\]`", True),
+    (_flip(3), r"`batch\['image'\]`", True),
+    (lambda batch: batch["mask"][4].logical_not_(), r"`batch\['mask'\]`", True),
+    (lambda batch: batch["pair"].left.add_(1 << 40), r"`batch\['pair'\].left`", True),
+    (lambda batch: batch["wave"].imag.mul_(2), r"`batch\['wave'\]`", True),
+]
+
+
+def _compares(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    group, (replica, number) = mesh.get_group("tensor"), mesh.get_coordinate()
+    torch.manual_seed(replica)
+    check = BatchCheck(group, CPU)
+    late = BatchCheck(group, CPU)
+    late._waits = False  # as on a GPU
+    same = _batch()
+    if number:  # in another order
+        same = dict(reversed(same.items()))
+    same["image"] += replica  # groups have batches of their own
+    for change, named, only_contents in CHANGES:
+        other = copy.deepcopy(same)
+        if number:
+            change(other)
+        check(same)
+        with pytest.raises(ValueError, match=f"(?s)tensor-parallel ranks got different.*{named}"):
+            check(other)
+        if only_contents:  # seen by the next batch, or at the end
+            for seen in (late.finish, lambda: late(same)):
+                late(other)
+                with pytest.raises(ValueError, match=named):
+                    seen()
+        else:
+            with pytest.raises(ValueError, match=named):
+                late(other)
+        late(same)
+    late.finish()
+    late(other)
+    late.forget()
+    late.finish()
+    if number:  # alone
+        torch.rand(1)
+    for each in (check, late):
+        with pytest.raises(ValueError, match="drawn different random numbers.*torch on cpu.*isol"):
+            each(same)
+
+
+def _draws(rank: int, world: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(rank)
+    align_random_numbers(mesh.get_group("pipeline"), CPU)
+    drawn = random.random(), np.random.rand(), torch.rand(1).item()
+    seed_everything(1, workers=True, verbose=False)
+    torch.manual_seed(rank)
+    orders = []
+    for sampler in (None, SubsetRandomSampler(range(50))):
+        data = DataLoader(range(50), sampler=sampler, shuffle=sampler is None)
+        groups = [mesh.get_group("pipeline"), mesh.get_group("data")]
+        draw_alike(data, groups, replica=5)
+        torch.rand(rank)
+        orders.append([int(index) for index in data])
+        assert data.worker_init_fn.keywords == {"rank": 5}  # type: ignore[union-attr]
+    return drawn, orders
+
+
+def _all(rank: int, world: int) -> Any:
+    _compares(rank, world)
+    return _draws(rank, world)
+
+
+def test_ranks_with_one_batch() -> None:
+    found = run_ranks(_all, 4)
+    drawn = [numbers for numbers, _ in found]
+    assert drawn[0] == drawn[2] != drawn[1] == drawn[3]
+    assert all(orders == found[0][1] for _, orders in found)
+    assert sorted(found[0][1][0]) == list(range(50)) != found[0][1][0]
