@@ -56,6 +56,7 @@ from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import (
     check_callbacks,
     check_device,
+    check_meshes,
     check_optimizer,
     check_start,
 )
@@ -372,6 +373,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if known is not None:
             check_settings(module, known.settings, self.settings())
             return
+        check_meshes(module, self.device_mesh)
         known = shard(
             module,
             self.unit_selector(),

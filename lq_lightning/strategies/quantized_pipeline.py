@@ -27,6 +27,7 @@ from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
 from lq_lightning.pipeline.boundary import TAHQuantization
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
+from lq_lightning.strategies.checks import check_meshes
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import FSDPOptions, UnitSelector, check_option_names
 from lq_lightning.strategies.pipelines.checkpoints import StageLayout
@@ -312,6 +313,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:
         check_module(type(self).__name__, module)
+        check_meshes(module, ranks.mesh)
         record = cut(module, self._pipeline_options, ranks, self.settings(), self._options.units)
         remember_cut(module, record)
         numels = ", ".join(f"{numel:,}" for numel in record.numels)
