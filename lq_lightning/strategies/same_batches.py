@@ -68,7 +68,11 @@ def align_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None
     These are the global ones of Python and numpy, and those of torch on the CPU and on ``device``.
     """
     generators = _default_generators(device)
-    states = [random.getstate(), np.random.get_state(), *(g.get_state() for g in generators)]
+    states: list[Any] = [
+        random.getstate(),
+        np.random.get_state(),
+        *(g.get_state() for g in generators),
+    ]
     dist.broadcast_object_list(states, group=group, group_src=0)
     python, numpy, *torchs = states
     random.setstate(python)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning_utilities.core.apply_func import apply_to_collection
+from lq_testing.devices import device
 from lq_testing.ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lq_lightning.strategies.same_batches import BatchCheck, align_random_numbers, draw_alike
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -67,13 +67,13 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], None], str, bool]] = [
 
 
 def _compares(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    place = device()
+    mesh = init_device_mesh(place.type, (world // 2, 2), mesh_dim_names=("data", "tensor"))
     group, (replica, number) = mesh.get_group("tensor"), mesh.get_coordinate()
     torch.manual_seed(replica)
-    check = BatchCheck(group, CPU)
-    late = BatchCheck(group, CPU)
-    late._waits = False  # as on a GPU
-    same = _batch()
+    check, late = BatchCheck(group, place), BatchCheck(group, place)
+    check._waits, late._waits = True, False  # as on a CPU, as on a GPU
+    same = apply_to_collection(_batch(), Tensor, Tensor.to, place)
     if number:  # in another order
         same = dict(reversed(same.items()))
     same["image"] += replica  # groups have batches of their own
@@ -98,17 +98,20 @@ def _compares(rank: int, world: int) -> None:
     late.forget()
     late.finish()
     if number:  # alone
-        torch.rand(1)
+        torch.rand(1, device=place)
     for each in (check, late):
-        with pytest.raises(ValueError, match="drawn different random numbers.*torch on cpu.*isol"):
+        named = f"drawn different random numbers.*torch on {place.type}.*isolate_rng"
+        with pytest.raises(ValueError, match=named):
             each(same)
+    align_random_numbers(group, place)
+    check(same)
 
 
 def _draws(rank: int, world: int) -> Any:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pipeline", "data", "tensor"))
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(rank)
-    align_random_numbers(mesh.get_group("pipeline"), CPU)
+    align_random_numbers(mesh.get_group("pipeline"), torch.device("cpu"))
     drawn = random.random(), np.random.rand(), torch.rand(1).item()
     seed_everything(1, workers=True, verbose=False)
     torch.manual_seed(rank)
@@ -134,3 +137,8 @@ def test_ranks_with_one_batch() -> None:
     assert drawn[0] == drawn[2] != drawn[1] == drawn[3]
     assert all(orders == found[0][1] for _, orders in found)
     assert sorted(found[0][1][0]) == list(range(50)) != found[0][1][0]
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_with_one_batch() -> None:
+    run_ranks(_compares, 2, backend="nccl")
