@@ -181,9 +181,9 @@ class BatchCheck:
             self._device,
             differ="tensor-parallel ranks got different batches",
             advice="They compute one forward together and need the same one. Leave the Trainer's "
-            "`use_distributed_sampler=True`, or tell ranks apart in samplers and iterable data "
-            "sets by the data-parallel rank alone: `self.trainer.strategy.device_mesh"
-            "['data_parallel'].get_local_rank()`. Data sets that draw at random must draw alike: "
+            "`use_distributed_sampler=True`, or give samplers and iterable data sets the numbers in "
+            "`self.trainer.strategy.distributed_sampler_kwargs`, which tell data-parallel ranks "
+            "apart and no others. Data sets that draw at random must draw alike: "
             "from global generators after `seed_everything`, or from one that they seed by the "
             "sample, not from `np.random.default_rng()`.",
         )
