@@ -357,6 +357,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         with self._failures.explained():
             self.place_module(module)
             self._checkpointer.run_deferred_load()  # before optimizers are made, as on one device
+            self._tensor.begin_run(module, self.device_mesh, self.model_group(), self.root_device)
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
@@ -436,11 +437,16 @@ class FullyShardedStrategy(ModelParallelStrategy):
     # --- forward --------------------------------------------------------------------------------
 
     @contextmanager
-    def _guard(self) -> Generator[None, None, None]:
-        """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank."""
+    def _guard(self, *arguments: Any) -> Generator[None, None, None]:
+        """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank.
+
+        ``arguments`` are those of a step: the batch comes first.
+        """
         check_values(self._require_module())
         with self._failures.explained():
             try:
+                if arguments:
+                    self._tensor.check_batch(arguments[0])
                 yield
             except Exception as error:
                 if not is_lost_rank(error):
@@ -471,7 +477,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             yield
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._guard():
+        with self._guard(*args):
             result = step(*args, **kwargs)
         if self._is_sharded:
             # hooks see shards, as in training; FSDP2 would keep the root gathered
@@ -481,7 +487,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, whose calls of submodules are in a forward of the root unit."""
         record = self._sharded
-        with self._guard():
+        with self._guard(*args):
             if record is None:
                 return super().training_step(*args, **kwargs)
             with record.forward.step() as finish:
@@ -699,7 +705,14 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Check the last gradients; stop all ranks after a signal that no batch followed."""
         if self._agreement is not None:
             self._agreement.finish()
+        self._tensor.check_last_batch()
         self._failures.training_ends()
+
+    def on_validation_end(self) -> None:
+        """Check the last batch."""
+        self._tensor.check_last_batch()
+
+    on_test_end = on_predict_end = on_validation_end
 
     def _share_buffers(self) -> None:
         """Let all ranks evaluate with the same buffers, such as running statistics."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import accumulation_window, set_device_mesh
 from lq_lightning._compat.modules import initialize_root
+from lq_lightning._compat.tensor_parallel import TENSOR
 from lq_lightning.checkpoint.checkpointer import ALL_RANKS, ModelLayout, show_shards
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.codecs import CodecSpec
@@ -390,7 +391,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         dataloader = super().process_dataloader(dataloader)
         if self._ranks is not None:
             ranks = self._ranks
-            draw_alike(dataloader, [ranks.control_group], ranks.stage_group.rank())
+            groups = [ranks.control_group, ranks.mesh.get_group(TENSOR)]
+            draw_alike(dataloader, groups, ranks.stage_group.rank())
         return dataloader
 
     def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:
@@ -471,7 +473,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             return super().training_step(*args, **kwargs)
         module = self._require_module()
         trainer = module.trainer
-        with self._guard():
+        with self._guard(*args):
             count = run.prepare("training_step", args, training=True)
             gradients.start(accumulation_window(trainer).first)
             scale = 1.0 / (count * trainer.accumulate_grad_batches)
@@ -484,7 +486,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         run = self._run
         if run is None:
             return super()._evaluate(step, *args, **kwargs)
-        with self._guard():
+        with self._guard(*args):
             run.prepare(step.__name__, args, training=False)
             result = run.evaluate(everywhere=step.__name__ == "predict_step")
         if self._is_sharded:

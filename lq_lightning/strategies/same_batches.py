@@ -181,11 +181,11 @@ class BatchCheck:
             self._device,
             differ="tensor-parallel ranks got different batches",
             advice="They compute one forward together and need the same one. Leave the Trainer's "
-            "`use_distributed_sampler=True`, or give samplers and iterable data sets the numbers in "
-            "`self.trainer.strategy.distributed_sampler_kwargs`, which tell data-parallel ranks "
-            "apart and no others. Data sets that draw at random must draw alike: "
-            "from global generators after `seed_everything`, or from one that they seed by the "
-            "sample, not from `np.random.default_rng()`.",
+            "`use_distributed_sampler=True`, or give samplers and iterable data sets the numbers "
+            "in `self.trainer.strategy.distributed_sampler_kwargs`, which tell data-parallel ranks "
+            "apart and no others. Data sets that draw at random must draw alike: from global "
+            "generators after `seed_everything`, or from one that they seed by the sample, not "
+            "from `np.random.default_rng()`.",
         )
 
 

@@ -17,6 +17,7 @@ from lq_lightning.foundation.topology import Topology
 from lq_lightning.kernels.checksum import checksums
 from lq_lightning.strategies.options import FSDPOptions
 from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
+from lq_lightning.strategies.same_batches import BatchCheck, align_random_numbers
 
 # Difference of a gradient between two ranks, relative to their mean. Rounding to bf16 and sums in
 # another order stay far below; where ranks see the gradient of their own tokens it is about 1.
@@ -62,6 +63,42 @@ class TensorRanks(StrategyPart):
         self._group: dist.ProcessGroup | None = None
         self._every: dist.ProcessGroup | None = None
         self._steps = 0
+        self._batches: BatchCheck | None = None
+
+    def begin_run(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        every: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """Let tensor-parallel ranks draw alike from here on, and compare their batches.
+
+        ``every`` has all ranks that share the module.
+        """
+        if self.size > 1:
+            self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
+            align_random_numbers(self._group, device)
+            self._batches = BatchCheck(self._group, device)
+
+    def check_batch(self, batch: object) -> None:
+        """Refuse a batch or random numbers that other tensor-parallel ranks do not have."""
+        if self._batches is not None:
+            self._batches(batch)
+
+    def check_last_batch(self) -> None:
+        """Wait for the comparison of batches that is under way."""
+        if self._batches is not None:
+            self._batches.finish()
+
+    def before_save(self) -> None:
+        """Save nothing that was learned from different batches."""
+        self.check_last_batch()
+
+    def on_step_error(self) -> None:
+        """Drop the comparison that is under way."""
+        if self._batches is not None:
+            self._batches.forget()
 
     def share_values(
         self, module: nn.Module, mesh: DeviceMesh, every: dist.ProcessGroup | None

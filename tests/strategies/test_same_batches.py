@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning_utilities.core.apply_func import apply_to_collection
 from lq_testing.devices import device
+from lq_testing.lightning_models import SMALL, Losses, run_trainer, trainer
 from lq_testing.ranks import run_ranks
+from lq_testing.tensor_models import ParallelModule, batch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
+from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.strategies.same_batches import BatchCheck, align_random_numbers, draw_alike
 
 
@@ -142,3 +145,69 @@ def test_ranks_with_one_batch() -> None:
 @pytest.mark.gpu(2)
 def test_two_gpus_with_one_batch() -> None:
     run_ranks(_compares, 2, backend="nccl")
+
+
+# --- in training ----------------------------------------------------------------------------------
+
+
+class Sequences(Dataset[Tensor]):
+    def __init__(self, start: Callable[[int], int] = int) -> None:
+        self.start = start
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return batch(self.start(index), size=1)[0]
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
+
+    def __iter__(self) -> Any:
+        return iter(Sequences()[2 * i + self.replica] for i in range(8))
+
+
+class DrawsAlone(Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_rank % 2:
+            torch.rand(1)
+
+
+def _fit(root: str, data: Any, *callbacks: Callback) -> list[float]:
+    losses = Losses()
+    strategy = QuantizedFSDPStrategy(**SMALL, tensor_parallel_size=2)
+    options: dict[str, Any] = {"use_distributed_sampler": False}
+    run = trainer(strategy, root, devices=4, callbacks=[losses, *callbacks], **options)
+    module = ParallelModule()
+    torch.manual_seed(run.global_rank)
+    random.seed(run.global_rank)
+    run.fit(module, data, data)
+    return losses.values
+
+
+def _trains(rank: int, world: int, root: str) -> list[Any]:
+    found = [
+        _fit(root, DataLoader(Sequences(), shuffle=True)),
+        _fit(root, DataLoader(Sequences(lambda index: random.getrandbits(9)))),
+        _fit(root, DataLoader(Stream(rank // 2))),
+    ]
+    unseeded = np.random.default_rng(rank)
+    differing = (
+        DataLoader(Sequences(lambda _: int(unseeded.integers(99)))),
+        DataLoader(Stream(rank % 2)),
+    )
+    for data in differing:
+        with pytest.raises(ValueError, match="got different batches: `batch` .*sampler_kwargs"):
+            _fit(root, data)
+    with pytest.raises(ValueError, match="have drawn different random numbers"):
+        _fit(root, DataLoader(Sequences()), DrawsAlone())
+    return found
+
+
+def test_tensor_parallel_ranks_train_on_one_batch(tmp_path: Any) -> None:
+    first, *others = run_trainer(_trains, 4, str(tmp_path))
+    assert others[0] == first
+    assert others[1] == others[2]
+    assert all(a != b for a, b in zip(first, others[1], strict=True))
