@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -410,14 +411,17 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers and check that they update the sharded parameters."""
         super().setup_optimizers(trainer)
-        self._steps.set_up(self._require_module(), self.optimizers)
+        module = self._require_module()
+        self._steps.set_up(module, self.optimizers)
         self._tensor.set_up()
-        if self._tensor.size > 1:
+        # `fully_shard` without `mesh` makes one of its own
+        meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+        if self._tensor.size > 1 or len(meshes) > 1:
             self._norm = self.make_norm()
             self._fsdp_precision.clip_norm = self._norm.clip
         if self._is_sharded:
             for index, optimizer in enumerate(self.optimizers):
-                state.check_optimizer(self._require_module(), optimizer, index)
+                state.check_optimizer(module, optimizer, index)
         if self.replica_topology().world_size == 1:
             names = ("weights", "gradients", "replica")
             self._collectives.warn_without_effect(names, self.why_alone)

@@ -43,7 +43,8 @@ def draw_alike(loader: object, groups: Sequence[dist.ProcessGroup], replica: int
         return
     seed = [int(torch.empty((), dtype=torch.int64, device="cpu").random_())]
     for group in groups:
-        dist.broadcast_object_list(seed, group=group, group_src=0)
+        if group.size() > 1:
+            dist.broadcast_object_list(seed, group=group, group_src=0)
     generator = torch.Generator().manual_seed(seed[0])
     if loader.generator is None:
         loader.generator = generator  # draws the seeds of workers
