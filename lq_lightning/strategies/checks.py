@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, unit_mesh, uses_hsdp
 from lq_lightning._compat.modules import has_gradient_hooks
-from lq_lightning._compat.tensor_parallel import why_not_shardable
+from lq_lightning._compat.tensor_parallel import DATA, TENSOR, why_not_shardable
 from lq_lightning.checkpoint.files import is_local, put_back
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import shares_memory_within
@@ -114,7 +114,7 @@ def check_meshes(root: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         mesh: The strategy's, with an axis ``"data_parallel"``.
     """
-    own = mesh["data_parallel"].mesh.flatten().tolist()
+    own = mesh[DATA].mesh.flatten().tolist()
     remedy = (
         "Give `fully_shard` the argument `mesh=self.device_mesh['data_parallel']`, or leave it out "
         "and let the strategy shard. To gather weights within nodes only, as HSDP does, set "
@@ -133,7 +133,15 @@ def check_meshes(root: nn.Module, mesh: DeviceMesh) -> None:
                 f"{unit}{_ranks_of(found)}, but this rank shares its parameters with the ranks "
                 f"{own}, in this order. {remedy}"
             )
-        managed.update(id(p.sharded_param) for p in GroupParams(group)())
+        for _, parameter, *_ in GroupParams(group)():
+            axes = parameter.device_mesh.mesh_dim_names or ()  # type: ignore[attr-defined]
+            if len(axes) > 1 and TENSOR not in axes:
+                raise ValueError(
+                    f"{unit}{own}, but its parameters are also cut over another axis than "
+                    f"`{TENSOR}`: {_ranks_of(parameter.device_mesh)}. Give "  # type: ignore[attr-defined]
+                    f"`parallelize_module` the mesh `self.device_mesh['{TENSOR}']`. {remedy}"
+                )
+            managed.add(id(parameter))
     for name, parameter in root.named_parameters():
         if not isinstance(parameter, DTensor) or id(parameter) in managed:
             continue
@@ -142,8 +150,8 @@ def check_meshes(root: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(
                 f"parameter `{name}` was distributed over {_ranks_of(parameter.device_mesh)}, of "
                 f"which the strategy shards parameters over {sorted(shared)} itself. Leave it a "
-                "plain tensor there (`distribute_tensor`, `parallelize_module`: for a tensor-"
-                "parallel axis only)."
+                "plain tensor there. For tensor parallelism set `tensor_parallel_size` and give "
+                f"`parallelize_module` the mesh `self.device_mesh['{TENSOR}']`."
             )
 
 

@@ -99,8 +99,9 @@ class BatchCheck:
     order; errors are raised on all of them.
 
     Before the step they compare what hosts know: structure, shapes, numbers and strings of the
-    batch, and the states of torch's generators. The host waits for the others, not for the device.
-    Checksums of tensors on a GPU are computed there and read before the next batch.
+    batch, and the states of torch's generators. Checksums of tensors on a GPU are computed there
+    and read before the next batch, so that a host waits for others, and for no step but the one
+    before the last.
 
     Generators also differ after local draws for uneven parts of the tokens. That is no false alarm:
     the next draw for a tensor that all ranks hold would differ.
@@ -116,7 +117,7 @@ class BatchCheck:
         if not self._waits:  # in a group of their own, so as not to queue behind activations
             group = shared_split("batches", group, [list(range(group.size()))], device)
         self._group = group
-        self._facts, self._sums = MaxReduction(device), MaxReduction(device)
+        self._reduction = MaxReduction(device)
         self._pending: _Contents | None = None
 
     def __call__(self, batch: object) -> None:
@@ -140,7 +141,7 @@ class BatchCheck:
             for g in _default_generators(self._device)
         }
         mine = bytes.fromhex(_digest(repr((facts, generators)).encode()))
-        maxima = self._facts.start([*mine, *(255 - byte for byte in mine)], self._group)
+        maxima = self._reduction.start([*mine, *(255 - byte for byte in mine)], self._group)
         self.finish()
         if _differ(maxima()):
             self._refuse_batches(facts)
@@ -157,7 +158,7 @@ class BatchCheck:
         if tensors:
             sums = torch.stack(tensors)
             bits = sums.view(torch.uint8)
-            maxima = self._sums.start((), self._group, torch.cat([bits, 255 - bits]))
+            maxima = self._reduction.start((), self._group, torch.cat([bits, 255 - bits]))
             self._pending = _Contents(maxima, names, sums)
 
     def finish(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lq_lightning.strategies.checks import check_meshes
 
@@ -65,4 +66,19 @@ def test_distributed_parameters(axes: str | None) -> None:
         check_meshes(layer, mesh)
         return
     with pytest.raises(ValueError, match=r"`weight` was distributed over .* over \[0, 2\] itself"):
+        check_meshes(layer, mesh)
+
+
+@pytest.mark.parametrize("names", [("data_parallel", "tensor_parallel"), ("dp", "tp")])
+def test_units_of_parallelized_modules(names: tuple[str, str]) -> None:
+    """What is not on the strategy's axis would be taken for equal on all tensor-parallel ranks."""
+    mesh, own = _mesh(), init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    layer = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(layer, own[names[1]], {"0": ColwiseParallel()})
+    fully_shard(layer, mesh=own[names[0]])
+    if names[1] == "tensor_parallel":
+        check_meshes(layer, mesh)
+        return
+    said = r"another axis than `tensor_parallel`: .*\(`dp`, `tp`\)"
+    with pytest.raises(ValueError, match=said):
         check_meshes(layer, mesh)
