@@ -18,6 +18,7 @@ from lq_lightning.foundation.topology import Topology
 from lq_lightning.kernels.checksum import checksums
 from lq_lightning.strategies.options import FSDPOptions
 from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
+from lq_lightning.strategies.same_batches import BatchCheck, align_random_numbers
 
 # Difference of a gradient between two ranks, relative to their mean. Rounding to bf16 and sums in
 # another order stay far below; where ranks see the gradient of their own tokens it is about 1.
@@ -64,11 +65,42 @@ class TensorRanks(StrategyPart):
         self._every: dist.ProcessGroup | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._steps = 0
+        self._batches: BatchCheck | None = None
 
-    def attach(self, module: nn.Module, mesh: DeviceMesh, every: dist.ProcessGroup | None) -> None:
-        """Watch a sharded module; ``every`` has all ranks of the mesh."""
+    def begin_run(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        every: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """Let tensor-parallel ranks draw alike from here on, and compare their batches.
+
+        ``every`` has all ranks that share the module.
+        """
         if self.size > 1:
             self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
+            align_random_numbers(self._group, device)
+            self._batches = BatchCheck(self._group, device)
+
+    def check_batch(self, batch: object) -> None:
+        """Refuse a batch or random numbers that other tensor-parallel ranks do not have."""
+        if self._batches is not None:
+            self._batches(batch)
+
+    def check_last_batch(self) -> None:
+        """Wait for the comparison of batches that is under way."""
+        if self._batches is not None:
+            self._batches.finish()
+
+    def before_save(self) -> None:
+        """Save nothing that was learned from different batches."""
+        self.check_last_batch()
+
+    def on_step_error(self) -> None:
+        """Drop the comparison that is under way."""
+        if self._batches is not None:
+            self._batches.forget()
 
     def share_values(self) -> None:
         """Give replicated parameters the values of the first tensor-parallel rank."""
@@ -135,14 +167,15 @@ class TensorRanks(StrategyPart):
         """Compare replicated parameters every so many steps."""
         every = self._options.check_replicas_every_n_steps
         self._steps += 1
-        if self._module is not None and every and self._steps % every == 0:
-            self._compare()
+        module, group = self._module, self._group
+        if module is not None and group is not None and every and self._steps % every == 0:
+            self._compare(module, group)
 
-    def _compare(self) -> None:
-        parameters = replicated_parameters(self._module)  # type: ignore[arg-type]
+    def _compare(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        parameters = replicated_parameters(module)
         own = checksums([local_tensor(p.detach()) for p in parameters.values()])
         every = own.new_empty(self.size, own.numel())
-        all_gather_flat(every.view(-1), own, self._group)
+        all_gather_flat(every.view(-1), own, group)
         differ = (every != every[:1]).any(0).to(torch.int32)
         # all ranks raise, or refresh their replicas, together
         dist.all_reduce(differ, dist.ReduceOp.MAX, group=self._every)
@@ -171,5 +204,5 @@ class TensorRanks(StrategyPart):
                     yield value
 
 
-def _more(found: list[object] | list[str]) -> str:
+def _more(found: Sequence[object]) -> str:
     return f" and {len(found) - 1} more" if len(found) > 1 else ""
