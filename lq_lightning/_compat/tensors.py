@@ -60,28 +60,28 @@ class RowPieces(NamedTuple):
 
     Attributes:
         number: Pieces of a row; 1 unless a dimension other than 0 is sharded.
-        index: Which of them this rank has.
+        own: Which of them this rank has.
         length: Elements of a piece, of the longest one if it is cut unevenly.
         dim: Last dimension that is cut; 0 if none is.
     """
 
     number: int
-    index: int
+    own: int
     length: int
     dim: int
 
 
 def row_pieces(tensor: Tensor) -> RowPieces:
     """Tell how the rows of a tensor are cut."""
-    sizes, number, index, last = list(tensor.shape), 1, 0, 0
+    sizes, number, own, last = list(tensor.shape), 1, 0, 0
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         axes = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
-        for count, own, placement in axes:
+        for count, rank, placement in axes:
             if is_shard(placement) and (dim := placement.dim):  # type: ignore[attr-defined]
                 sizes[dim] = -(-sizes[dim] // count)
-                number, index, last = number * count, index * count + own, max(last, dim)
-    return RowPieces(number, index, math.prod(sizes[1:]), last)
+                number, own, last = number * count, own * count + rank, max(last, dim)
+    return RowPieces(number, own, math.prod(sizes[1:]), last)
 
 
 def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:
@@ -97,15 +97,11 @@ def to_sharded_dtensor(flat_slot: Tensor, like: Tensor) -> DTensor:
     return _from_local(flat_slot[: local_shape.numel()].view(local_shape), like)
 
 
-def _from_local(local: Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+def _from_local(local: Tensor, like: DTensor, layout: Layout | None = None) -> DTensor:
+    shape, placements = layout or (like.shape, like.placements)
+    stride = torch.empty(shape, device="meta").stride() if layout else like.stride()
+    mesh = like.device_mesh
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -141,9 +137,9 @@ def waited(tensor: Tensor) -> Tensor:
 
 def placed_like(gradient: Tensor, like: Tensor) -> Tensor:
     """A gradient with the placements of its parameter, to which ranks' parts are added up."""
-    if isinstance(gradient, DTensor) and isinstance(like, DTensor):
-        if gradient.placements != like.placements:
-            return gradient.redistribute(placements=like.placements)
+    placements = like.placements if isinstance(like, DTensor) else ()
+    if isinstance(gradient, DTensor) and gradient.placements != placements:
+        return gradient.redistribute(placements=placements)
     return gradient
 
 
@@ -196,17 +192,7 @@ def placed(local: Tensor, like: Tensor, layout: Layout) -> Tensor:
 
     Where ``like`` is no DTensor, ``local`` is returned.
     """
-    if not isinstance(like, DTensor):
-        return local
-    stride = torch.empty(layout.shape, device="meta").stride()
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        layout.placements,
-        run_check=False,
-        shape=layout.shape,
-        stride=stride,
-    )
+    return _from_local(local, like, layout) if isinstance(like, DTensor) else local
 
 
 def shard(full: Tensor, like: Tensor, layout: Layout) -> Tensor:
@@ -223,4 +209,4 @@ def first_row(tensor: Tensor) -> int:
     Ranks with different rows, or pieces of them, have different numbers; replicas the same.
     """
     rows = shard_slices(tensor)[0].start if isinstance(tensor, DTensor) else 0
-    return row_pieces(tensor).index * (tensor.shape[0] if tensor.dim() else 0) + rows
+    return row_pieces(tensor).own * (tensor.shape[0] if tensor.dim() else 0) + rows

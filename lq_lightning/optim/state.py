@@ -21,7 +21,12 @@ from lq_lightning._compat.tensors import (
     shard,
     stacked_layout,
 )
-from lq_lightning.kernels.optimizer_step import GROUP_SIZE, StateFormat, groups_per_row
+from lq_lightning.kernels.optimizer_step import (
+    GROUP_SIZE,
+    StateFormat,
+    groups_per_row,
+    row_length,
+)
 from lq_lightning.kernels.optimizer_step.formats import MOST_MANTISSA_BITS
 from lq_lightning.kernels.optimizer_step.reference import State, decode_state, encode_state
 
@@ -120,18 +125,17 @@ def _decoded_pieces(
 
     None if it is no such number.
     """
-    keys = part_names(name, fmt)[1:]
-    rows, length = param.shape[0], param.shape.numel() // (param.shape[0] or 1)
-    shapes = {entry[key].shape for key in keys if key in entry}
-    number = next(iter(shapes))[0] // (rows or 1)
-    if not number or length % number or len(shapes) > 1 or entry[name + CODES].shape != param.shape:
+    keys = part_names(name, fmt)
+    shapes = {entry[key].shape if key in entry else None for key in keys[1:]}
+    rows, length = param.shape[0], row_length(param.shape)
+    number = entry[keys[1]].shape[0] // max(rows, 1) if keys[1] in entry else 0
+    wanted = (number * rows, groups_per_row(length // max(number, 1)))
+    if not number or length % number or shapes != {wanted} or entry[keys[0]].shape != param.shape:
         return None
-    if shapes != {(number * rows, groups_per_row(length // number))}:
-        return None
-    # `[pieces, D, length of a piece]`
-    codes = _whole(entry[name + CODES]).reshape(rows, number, -1).transpose(0, 1)
-    saved = [codes.flatten(0, 1), *(_whole(entry[key]) for key in keys), None]
-    values = decode_state(State(*saved[:3]), fmt)
+    codes, *constants = (_whole(entry[key]) for key in keys)
+    codes = codes.reshape(rows, number, -1).transpose(0, 1)  # `[pieces, D, length of a piece]`
+    exponent = constants[1] if fmt.expanded else None
+    values = decode_state(State(codes.flatten(0, 1), constants[0], exponent), fmt)
     return values.view(codes.shape).transpose(0, 1).reshape(param.shape)
 
 
