@@ -46,7 +46,8 @@ def zero_state(param: Tensor, name: str, fmt: StateFormat) -> dict[str, Tensor]:
     """
     local = local_tensor(param)
     if not fmt.quantized:
-        return {name: _placed(torch.zeros_like(local, dtype=torch.float32), param)}
+        values = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
+        return {name: _placed(values, param)}
     shape = (local.shape[0], groups_per_row(row_pieces(param).length))
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
     constants = {name + SCALE: torch.zeros(shape, dtype=torch.bfloat16, device=local.device)}
