@@ -48,6 +48,7 @@ class Block(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
         self.norm2 = nn.LayerNorm(config.hidden)
         self.up = nn.Linear(config.hidden, 4 * config.hidden, bias=False)
+        self.gelu = nn.GELU()
         self.down = nn.Linear(4 * config.hidden, config.hidden, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(3, 0, 2, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTC = x_BTC + self.out(attended.transpose(1, 2).flatten(2))
-        return x_BTC + self.down(F.gelu(self.up(self.norm2(x_BTC))))
+        return x_BTC + self.down(self.gelu(self.up(self.norm2(x_BTC))))
 
 
 class GPT(nn.Module):
