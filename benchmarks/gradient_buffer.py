@@ -53,17 +53,23 @@ def gaussian(numel: int) -> Iterator[list[Tensor]]:
         yield [torch.randn(numel, generator=generator)]
 
 
-def gpt_gradients(train_steps: int) -> Iterator[list[Tensor]]:
-    """Train a small GPT, then yield the gradients of micro-batches at its final weights."""
+def gpt_training() -> Iterator[tuple[GPT, torch.optim.Optimizer]]:
+    """Yield a small GPT with the gradients of one batch after another, and its optimizer."""
     config = GPTConfig(layers=3, hidden=192, heads=6, seq=128, vocab=264)
     torch.manual_seed(0)
     model = GPT(config)
     model.reset_local_shards(0)
     blocks = torch.from_numpy(standard_library(config.seq - 1).train.astype("int64"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step, rows in enumerate(torch.randperm(len(blocks)).split(4)):
+    for rows in torch.randperm(len(blocks)).split(4):
         optimizer.zero_grad()
         model(blocks[rows]).backward()
+        yield model, optimizer
+
+
+def gpt_gradients(train_steps: int) -> Iterator[list[Tensor]]:
+    """Train a small GPT, then yield the gradients of micro-batches at its final weights."""
+    for step, (model, optimizer) in enumerate(gpt_training()):
         if step < train_steps:
             optimizer.step()
         else:

@@ -137,7 +137,10 @@ class Job:
     ) -> None:
         self.device, self.autocast = device, autocast or variant.ddp is not None
         rank, self.tensor_parallel = dist.get_rank(), tensor_parallel
-        world_size, node_size = dist.get_world_size() // tensor_parallel, node_size // tensor_parallel
+        world_size, node_size = (
+            dist.get_world_size() // tensor_parallel,
+            node_size // tensor_parallel,
+        )
         self.topology = Topology(
             world_size=world_size, rank=rank // tensor_parallel, node_size=node_size
         )

@@ -5,8 +5,9 @@ communication and computation from overlapping::
 
     torchrun --nproc-per-node 4 benchmarks/lightning_step.py --node-size 2 --json lightning.json
     benchmarks/nodes.sh -r 10gbit -n 2 -g 2 benchmarks/lightning_step.py --node-size 2
-    torchrun --nproc-per-node 2 benchmarks/lightning_step.py --tensor-parallel 2 --llama --layers 10 \\
-        --hidden 5120 --heads 40 --seq 12288 --vocab 32000 --accumulate 2 --variants fsdp2,O,O+G,A+O+G
+    torchrun --nproc-per-node 2 benchmarks/lightning_step.py --tensor-parallel 2 --llama \\
+        --layers 10 --hidden 5120 --heads 40 --seq 12288 --vocab 32000 --accumulate 2 \\
+        --variants fsdp2,O,O+G,A+O+G
 
 Model, data and optimizer are those of ``step_time.py``, but both run under the autocast of
 ``bf16-mixed``, which keeps normalization and the loss in fp32. ``--llama`` takes a Llama of

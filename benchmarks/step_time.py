@@ -243,7 +243,7 @@ def formula_bytes(job: Job, variant: Variant) -> float:
     """Bytes that one rank should send to other nodes per step: parameters times bits.
 
     Of each parameter (of a rank's tensor-parallel part) each data-parallel rank owns one share,
-    which it sends to every other node: as a weight, and once as a gradient that its node has summed.
+    which it sends to every other node: as a weight, and as a gradient that its node has summed.
     """
     plain = plain_bytes(job, variant)[1]
     words = {id(parameter) for parameter in embedding_params(job.model)}
