@@ -1,38 +1,65 @@
-"""Errors of codes in one training of a small GPT: group sizes, and formats of Adam's moments.
+"""Errors of codes in one training of a small GPT: sums, group sizes, formats of Adam's moments.
 
-`groups` is SDP4Bit's table 3: bits with scales, and the relative L2 error of gradients, of weights
-against those that ranks should have, and of these in units of a step's change. `moments` is COAT's
-table 1: the squared error of m / sqrt(v), in percent of its square, by the formats of m (rows) and
-v (columns); formats of this library beside the paper's, emulated here. Losses are those of
-`loss_study.py`::
+`sums` are relative L2 errors of gradient sums after 1, 4, 16 and 64 micro-batches, each of which is
+added to the decoded sum, as in AGoQ (§5). `groups` is SDP4Bit's table 3: bits with scales, and the
+relative L2 error of gradients, of weights against those that ranks should have, and of these in
+units of a step's change. `moments` is COAT's table 1: the squared error of m / sqrt(v), in percent
+of its square, by the formats of m (rows) and v (columns); formats of this library beside the
+paper's, emulated here. Losses are those of `loss_study.py`::
 
     python benchmarks/code_errors.py --json code_errors.json
     python benchmarks/code_errors.py --tables moments --steps 150
+
+The GPT trains on the standard library of the running Python as bytes; with ``--tiny`` it is smaller
+and sees random ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from common import argument_parser, choices, table, write_report
-from gradient_buffer import gpt_training
+from corpus import standard_library
+from gpt import GPT, GPTConfig
 from torch import Tensor
 
-from lq_lightning.codecs import CodecSpec, decode, encode
+from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.kernels.optimizer_step.formats import state_format
 from lq_lightning.optim.state import decoded, encoded
 
 Row = dict[str, Any]
+Training = Iterator[tuple[GPT, torch.optim.Optimizer]]
 
 
-def through(spec: CodecSpec, x: Tensor) -> Tensor:
+def training(tiny: bool) -> Training:
+    """Yield a small GPT with the gradients of one batch after another, and its optimizer."""
+    sizes = (
+        {"layers": 1, "hidden": 64, "heads": 2}
+        if tiny
+        else {"layers": 3, "hidden": 192, "heads": 6}
+    )
+    config = GPTConfig(**sizes, seq=128, vocab=264)
+    torch.manual_seed(0)
+    model = GPT(config)
+    model.reset_local_shards(0)
+    blocks = torch.randint(256, (1024, config.seq))
+    if not tiny:
+        blocks = torch.from_numpy(standard_library(config.seq - 1).train.astype("int64"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for rows in torch.randperm(len(blocks)).split(4):
+        optimizer.zero_grad()
+        model(blocks[rows]).backward()
+        yield model, optimizer
+
+
+def through(spec: CodecSpec, x: Tensor, seed: int | None = None) -> Tensor:
     """Encode and decode a vector."""
-    return decode(spec, encode(spec, x.view(1, -1)), x.numel()).view(-1)
+    return decode(spec, encode(spec, x.view(1, -1), seed=seed), x.numel()).view(-1)
 
 
 def matrices(model: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -44,6 +71,40 @@ def matrices(model: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> Tensor:
 def relative(found: Tensor, exact: Tensor, norm: Tensor | None = None) -> float:
     """Return the L2 distance, relative to a vector."""
     return float((found - exact).norm() / (exact if norm is None else norm).norm())
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+CHECKPOINTS = (1, 4, 16, 64)
+_SHORT: dict[str, Any] = {"scale_dtype": "bfloat16"}
+SUMS: dict[str, CodecSpec | None] = {
+    "int8-g32-fp32-scales": CodecSpec(code="int8", group_size=32, scale_dtype="float32"),
+    "int8-g128": CodecSpec(code="int8", group_size=128, **_SHORT),
+    "int8-g16-stochastic": CodecSpec(code="int8", group_size=16, rounding="stochastic", **_SHORT),
+    "fp8-e4m3-g128": CodecSpec(code="fp8_e4m3", group_size=128, **_SHORT),
+    "bfloat16": None,
+}
+
+
+def sums(steps: int, tiny: bool) -> list[Row]:
+    """Add gradients at a training's final weights in every code side by side."""
+    rows: dict[str, Row] = {name: {"code": name} for name in SUMS}
+    exact, found = torch.zeros(()).double(), dict.fromkeys(SUMS, torch.zeros(()))
+    for step, (model, optimizer) in enumerate(training(tiny), start=1 - steps):
+        if step < 1:
+            optimizer.step()
+            continue
+        gradient = matrices(model, lambda p: p.grad)  # type: ignore[arg-type, return-value]
+        exact = exact + gradient
+        for name, spec in SUMS.items():
+            whole = found[name] + gradient
+            seed = derive_seed(0, step)
+            found[name] = whole.bfloat16().float() if spec is None else through(spec, whole, seed)
+            if step in CHECKPOINTS:
+                rows[name][f"after_{step}"] = relative(found[name], exact)
+        if step == CHECKPOINTS[-1]:
+            break
+    return list(rows.values())
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -65,11 +126,11 @@ WEIGHTS = {
 }
 
 
-def groups(steps: int) -> list[Row]:
+def groups(steps: int, tiny: bool) -> list[Row]:
     """Follow the last ten steps of a training in every code; return the errors at their end."""
     replicas: dict[str, Tensor] = {}
     rows: list[Row] = []
-    for step, (model, optimizer) in enumerate(gpt_training()):
+    for step, (model, optimizer) in enumerate(training(tiny)):
         gradient = matrices(model, lambda p: p.grad)  # type: ignore[arg-type, return-value]
         before = matrices(model, lambda p: p)
         optimizer.step()
@@ -126,12 +187,12 @@ MOMENTS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 }
 
 
-def moments(steps: int) -> list[Row]:
+def moments(steps: int, tiny: bool) -> list[Row]:
     """Compare Adam's update after some steps for every pair of formats."""
-    model, optimizer = next(training := gpt_training())
+    model, optimizer = next(batches := training(tiny))
     for _ in range(steps):
         optimizer.step()
-        next(training)
+        next(batches)
     first = matrices(model, lambda p: optimizer.state[p]["exp_avg"])
     second = matrices(model, lambda p: optimizer.state[p]["exp_avg_sq"])
 
@@ -151,13 +212,13 @@ def moments(steps: int) -> list[Row]:
 
 def show(name: str, rows: list[Row]) -> str:
     """Lay out the rows of one table."""
-    if name == "groups":
+    if name != "moments":
+        heads = list(rows[-1])
         cells = [
-            [row["code"], f"{row['bits']:.3f}", f"{100 * row['error']:.3f}"]
-            + [f"{row['error_in_steps']:.2f}" if "error_in_steps" in row else "-"]
-            for row in rows
+            [f"{r[h]:.4g}" if isinstance(r.get(h), float) else r.get(h, "-") for h in heads]
+            for r in rows
         ]
-        return table(cells, ["code", "bits", "error %", "error, steps"])
+        return table(cells, heads)
     by_first: dict[str, list[object]] = {}
     for row in rows:
         share = f"{100 * row['relative_squared_error']:.3g}"
@@ -165,7 +226,7 @@ def show(name: str, rows: list[Row]) -> str:
     return table(list(by_first.values()), ["m \\ v, error %", *MOMENTS])
 
 
-TABLES = {"groups": groups, "moments": moments}
+TABLES = {"sums": sums, "groups": groups, "moments": moments}
 
 
 def main() -> None:
@@ -173,10 +234,11 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--tables", default=",".join(TABLES), help=", ".join(TABLES))
     parser.add_argument("--steps", type=int, default=150, help="of training")
+    parser.add_argument("--tiny", action="store_true", help="for a test")
     args = parser.parse_args()
     results: dict[str, list[Row]] = {}
     for name in choices(parser, "tables", args.tables, TABLES):
-        results[name] = TABLES[name](args.steps)
+        results[name] = TABLES[name](args.steps, args.tiny)
         print(f"\n{show(name, results[name])}", flush=True)
         write_report(args.json, "code_errors", {"steps": args.steps} | results)
 

@@ -83,13 +83,13 @@ compile() {
         --json "$results/step_time_unlimited_compile.json" || status=1
     return $status
 }
-memory() {
-    timeout 150 "${on_one_node[@]}" benchmarks/memory.py --node-size 2 \
-        --json "$results/memory.json"
+memory() {  # AGoQ's table 8
+    timeout 300 "${on_one_node[@]}" benchmarks/lightning_step.py --tensor-parallel 4 --llama \
+        --layers 20 --hidden 5120 --heads 40 --seq 12288 --vocab 32000 --accumulate 2 \
+        --variants fsdp2,O,O+G,A+O+G --steps 2 --warmup 1 --json "$results/memory_tensor_parallel.json"
 }
 gradients() {
     local status=0 rate
-    "$PYTHON" benchmarks/gradient_memory.py --json "$results/gradient_memory.json" || status=1
     for rate in 10gbit none; do
         benchmarks/nodes.sh -r "$rate" -n 2 -g 2 benchmarks/all_reduce.py --node-size 2 \
             --seconds 0.5 --json "$results/all_reduce_${rate/none/unlimited}.json" || status=1
