@@ -10,9 +10,9 @@ Examples::
     torchrun --nproc-per-node 2 benchmarks/all_reduce.py --cpu --sizes 64K,1M
 
 `parts_ms` splits `quantized` as AGoQ's table 4 does: all-to-all, codes (quantize, sum, dequantize)
-and all-gather. `--scatter` times one reduce-scatter of as many bytes instead, as SDP4Bit's table 4
-does: NCCL's in fp32, the paper's two levels (TLq-HS) with the transform in the codec's kernels or
-before and after them, its ablations, and what QuanGrad sends.
+and all-gather. `--scatter` takes sizes of reduce-scatters to time, too, as in SDP4Bit's table 4:
+NCCL's in fp32, the paper's two levels (TLq-HS) with the transform in the codec's kernels or before
+and after them, its ablations, and what QuanGrad sends.
 
 Each size and path gets up to `--seconds` of measurement, at least two timed calls. Times are those
 of the slowest rank. `crossover_nbytes` in the report is the smallest size from which on the
@@ -32,6 +32,7 @@ from functools import cache, partial
 from typing import Any
 from unittest import mock
 
+import network
 import torch
 import torch.distributed as dist
 from common import argument_parser, synchronize, table, write_report
@@ -234,8 +235,8 @@ def measure_scatter(nbytes: int, args: argparse.Namespace, device: torch.device)
     return row
 
 
-def report_scatter(rows: list[Row], args: argparse.Namespace) -> None:
-    """Print the table of reduce-scatters and write the JSON file."""
+def scatter_table(rows: list[Row]) -> str:
+    """Lay out reduce-scatters."""
     cells = [
         [
             f"{row['nbytes'] / 2**20:g} MiB, {name}",
@@ -246,10 +247,7 @@ def report_scatter(rows: list[Row], args: argparse.Namespace) -> None:
         for row in rows
         for name, ms in row["ms"].items()
     ]
-    print(table(cells, ["reduce-scatter", "ms", "speedup", "error %"]))
-    setup = {"world_size": dist.get_world_size(), "node_size": args.node_size}
-    setup["rate"] = os.environ.get("LQ_EMULATED_RATE")
-    write_report(args.json, "reduce_scatter", setup | {"rows": rows})
+    return table(cells, ["reduce-scatter", "ms", "speedup", "error %"])
 
 
 # --- all-reduce -----------------------------------------------------------------------------------
@@ -292,28 +290,38 @@ def crossover(rows: list[Row]) -> int | None:
 
 
 def main() -> None:
-    """Measure, print a table on rank 0, write JSON."""
+    """Measure, print tables on rank 0, write JSON."""
     parser = argument_parser(__doc__)
     parser.add_argument("--sizes", default=SIZES, help=f"bytes of fp32 (default {SIZES})")
+    parser.add_argument("--scatter", default="", help="bytes of fp32 of reduce-scatters")
     parser.add_argument("--node-size", type=int, help="ranks per node (default: by host)")
-    parser.add_argument("--scatter", action="store_true", help="time reduce-scatters instead")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and path")
+    parser.add_argument("--rates", default="", help="network rates, set in turn; needs nodes.sh")
     add_group_arguments(parser)
     args = parser.parse_args()
+    kinds = {measure_size: args.sizes, measure_scatter: args.scatter}
     with process_group(args) as device:
         args.reduce = QuantizedAllReduce(min_nbytes=0, node_size=args.node_size)
-        rows = []
-        for text in args.sizes.split(","):
-            measured = measure_scatter if args.scatter else measure_size
-            rows.append(measured(parse_size(text), args, device))
+        found: dict[str, list[list[Row]]] = {}
+        for rate in args.rates.split(",") if args.rates else [""]:
+            if rate:
+                network.set_rate(rate)
+            label = rate or os.environ.get("LQ_EMULATED_RATE", "not emulated")
+            found[label] = [
+                [
+                    measured(parse_size(text), args, device)
+                    for text in filter(None, sizes.split(","))
+                ]
+                for measured, sizes in kinds.items()
+            ]
             if dist.get_rank() == 0:
-                print(f"{text}: {rows[-1]['ms']}", flush=True)
-        if dist.get_rank() == 0:
-            (report_scatter if args.scatter else report)(rows, args)
+                print(f"network: {label}\n{reduce_table(found[label][0])}")
+                print(scatter_table(found[label][1]), flush=True)
+                report(found, args)
 
 
-def report(rows: list[Row], args: argparse.Namespace) -> None:
-    """Print the table and write the JSON file."""
+def reduce_table(rows: list[Row]) -> str:
+    """Lay out all-reduces."""
     cells = [
         [
             f"{row['nbytes'] / 2**20:g} MiB",
@@ -326,20 +334,28 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
         for row in rows
     ]
     header = ["size", "fp32 ms", "bf16 ms", "8-bit ms", *PARTS, "vs fp32", "vs bf16", "error %"]
-    print(table(cells, header))
+    return table(cells, header)
+
+
+def report(found: dict[str, list[list[Row]]], args: argparse.Namespace) -> None:
+    """Write the JSON file."""
     codec = args.reduce.codec
+    rows, scatters = (
+        [{"rate": rate} | row for rate, kinds in found.items() for row in kinds[index]]
+        for index in range(2)
+    )
     write_report(
         args.json,
         "all_reduce",
         {
             "world_size": dist.get_world_size(),
             "node_size": args.node_size,
-            "rate": os.environ.get("LQ_EMULATED_RATE"),
             "backend": dist.get_backend(),
             "codec": asdict(codec),
             "bits_per_element": codec.bits_per_element(1 << 20),
-            "crossover_nbytes": crossover(rows),
+            "crossover_nbytes": {rate: crossover(kinds[0]) for rate, kinds in found.items()},
             "rows": rows,
+            "scatters": scatters,
         },
     )
 

@@ -96,10 +96,10 @@ def test_bytes_between_nodes_of_tensor_parallel_ranks_are_those_of_the_formula(
 
 
 def test_reductions_are_compared_on_equal_terms(tmp_path: Path) -> None:
-    options = ["--sizes", "256K", "--seconds", "0.01", "--node-size", "2"]
-    (row,) = _report(tmp_path, "all_reduce.py", *options, "--scatter", size=4)["rows"]
-    errors = row["relative_error"]
+    options = ["--sizes", "64K", "--scatter", "256K", "--seconds", "0.01", "--node-size", "2"]
+    results = _report(tmp_path, "all_reduce.py", *options, size=4)
+    ((row,), (scatter,)) = results["rows"], results["scatters"]
+    assert all(ms > 0 for ms in row["parts_ms"].values())
+    errors = scatter["relative_error"]
     assert errors["TLq-HS, transform apart"] == pytest.approx(errors["TLq-HS"], rel=1e-3)
     assert errors["QuanGrad"] < errors["TLq-HS"] < errors["TLq"] < errors["ULq"] < 0.5
-    (row,) = _report(tmp_path, "all_reduce.py", *options, size=4)["rows"]
-    assert all(ms > 0 for ms in row["parts_ms"].values())
