@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _module
 
 from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
+from lq_lightning._compat.tensors import local_tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -361,7 +362,7 @@ class GatheredCopies:
         params = [p for m in units for group in param_groups(m) for p in group.fsdp_params]
         self._params = [p for p in params if not _is_written_by_torch(p)]
         self._watched = set(self._params)
-        self._versions: dict[Any, int] = {}
+        self._versions: dict[Any, tuple[int, int]] = {}
         for param in self._params:
             self._note_when_made(param)
 
@@ -372,13 +373,18 @@ class GatheredCopies:
         def init_unsharded_param() -> None:
             original()
             del param.init_unsharded_param
-            self._versions[param] = param._unsharded_param._version
+            self._versions[param] = self._version(param)
 
         param.init_unsharded_param = init_unsharded_param
 
+    @staticmethod
+    def _version(param: Any) -> tuple[int, int]:
+        gathered = param._unsharded_param  # a DTensor counts apart from its local tensor
+        return gathered._version, local_tensor(gathered)._version
+
     def sums(self, unit: nn.Module) -> Tensor | None:
         """``[parameters]`` int64: sums over the bits of a unit's gathered values; None if freed."""
-        values = [p._unsharded_param.detach() for p in self._of(unit)]
+        values = [local_tensor(p._unsharded_param.detach()) for p in self._of(unit)]
         if any(v.untyped_storage().size() == 0 for v in values):
             return None  # by a backward or `state_dict` in between
         sums = [v.view(_INTEGERS.get(v.itemsize, torch.uint8)).sum() for v in values]
@@ -401,8 +407,8 @@ class GatheredCopies:
         """The name of a parameter whose gathered form was written since the last call, or None."""
         written = None
         for param, known in self._versions.items():
-            gathered, (filled,) = param._unsharded_param, param.all_gather_outputs
-            version = gathered._version
+            gathered, (filled,) = local_tensor(param._unsharded_param), param.all_gather_outputs
+            version = self._version(param)
             moved = gathered.untyped_storage()._cdata != filled.untyped_storage()._cdata
             if moved or version != known:
                 written = str(param._param_fqn)

@@ -22,6 +22,7 @@ from lq_lightning._compat.fsdp2 import (
     shard_group,
     uses_hsdp,
 )
+from lq_lightning._compat.tensor_parallel import tensor_parallel_group
 from lq_lightning.codecs import derive_seed
 from lq_lightning.data_parallel.all_gather import (
     QuantizedAllGather,
@@ -105,8 +106,7 @@ def quantize_communication(
     context = UnitContext(
         topology=topology,
         groups=groups,
-        # models sharded over other ranks get noise of their own
-        seed=derive_seed(seed, dist.get_process_group_ranks(groups.every)[0]),
+        seed=derive_seed(seed, _first_rank(found, groups.every)),
         vocabulary=frozenset(names_of[id(p)] for p in vocabulary),
         min_quantized_numel=min_quantized_numel,
     )
@@ -135,6 +135,20 @@ def quantize_communication(
         describe_gradients(gradients, topology, any(t.vocabulary for t in tensors)),
     )
     return QuantizedCommunication(units, context, plan, device, consensus)
+
+
+def _first_rank(found: list[tuple[str, FSDPModule, Any]], every: dist.ProcessGroup) -> int:
+    """First rank of the model: others get noise of their own, tensor-parallel ranks the same.
+
+    These hold the same elements of some parameters, which other noise would let drift apart.
+    """
+    ranks = dist.get_process_group_ranks(every)
+    groups = (tensor_parallel_group(group) for _, _, group in found)
+    parallel = next((group for group in groups if group is not None), None)
+    if parallel is None:
+        return ranks[0]
+    # the mesh is regular: all tensor-parallel groups of the model are shifted alike
+    return ranks[0] - dist.get_rank() + dist.get_process_group_ranks(parallel)[0]
 
 
 def _make_consensus(

@@ -75,6 +75,14 @@ def _shared(key: Hashable, make: Callable[[], GroupOrMesh]) -> GroupOrMesh:
     return _made.groups[key]  # type: ignore[return-value]
 
 
+def world_group() -> dist.ProcessGroup:
+    """The default group, which has to exist."""
+    world: dist.ProcessGroup | None = dist.group.WORLD
+    if world is None:
+        raise AssertionError("no process group is initialized")
+    return world
+
+
 def shared_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
     """Return the mesh of all ranks with these axes, made once; all ranks call it.
 

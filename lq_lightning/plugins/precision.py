@@ -32,11 +32,11 @@ __all__ = ["FullyShardedPrecision", "PrecisionName", "grad_norm"]
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 _NAMES = get_args(PrecisionName)
 _PART = (
-    "a hook calls `torch.nn.utils.clip_grad_norm_`, but this rank has the gradients of its own "
-    "stages only, so that each would be clipped by another norm. In `configure_gradient_clipping` "
-    "call `self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm')`, "
-    "or give the Trainer `gradient_clip_val`. `trainer.strategy.gradient_norm()` is the norm over "
-    "all stages."
+    "a hook calls `torch.nn.utils.clip_grad_norm_`, but it sees the gradients of this rank's "
+    "pipeline stages only, or fails on those of several meshes (tensor parallelism). In "
+    "`configure_gradient_clipping` call `self.clip_gradients(optimizer, gradient_clip_val=..., "
+    "gradient_clip_algorithm='norm')`, or give the Trainer `gradient_clip_val`. "
+    "`trainer.strategy.gradient_norm()` is the norm over all ranks."
 )
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, uses_hsdp
 from lq_lightning._compat.modules import has_gradient_hooks
+from lq_lightning._compat.tensor_parallel import why_not_shardable
 from lq_lightning.checkpoint.files import is_local, put_back
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import shares_memory_within
@@ -33,8 +35,11 @@ _UNSUPPORTED_OPTIMIZERS = (optim.Adafactor, optim.LBFGS, optim.Rprop, optim.Spar
 _UNSUPPORTED_IF_FUSED = (optim.Adagrad, optim.SGD)
 
 
-def check_shardable(root: nn.Module) -> None:
-    """Refuse modules that FSDP2 cannot shard, before anything is changed."""
+def check_shardable(root: nn.Module, tensor: DeviceMesh | None = None) -> None:
+    """Refuse modules that FSDP2 cannot shard, before anything is changed.
+
+    Parameters may be on ``tensor``, the mesh of tensor-parallel ranks.
+    """
     for name, module in root.named_modules():
         if isinstance(module, _WRAPPERS):
             raise TypeError(
@@ -73,11 +78,14 @@ def check_shardable(root: nn.Module) -> None:
                 "a small input in `configure_model`, or give the layer its input size."
             )
         if isinstance(parameter, DTensor) and id(parameter) not in managed:
-            raise NotImplementedError(
-                f"parameter `{name}` is a DTensor with placements {parameter.placements} that "
-                "`fully_shard` did not make; tensor parallelism is not offered by this strategy. "
-                "Use `ModelParallelStrategy`, or leave the parameter to the strategy."
-            )
+            why = why_not_shardable(parameter, tensor)
+            if why is not None:
+                raise NotImplementedError(
+                    f"parameter `{name}` {why}, where tensor parallelism has to cut it evenly or "
+                    'replicate it over `self.device_mesh["tensor_parallel"]` '
+                    "(`tensor_parallel_size` is the size of that axis). Change its layout, or "
+                    "leave the parameter out of the plan."
+                )
         if has_gradient_hooks(parameter) and not isinstance(parameter, DTensor):
             raise ValueError(
                 f"parameter `{name}` has a hook for its gradient, which sharding would lose. Set "

@@ -8,7 +8,7 @@ Lightning's hooks are passed on to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ from lq_lightning._compat.lightning import (
     use_own_sampling,
 )
 from lq_lightning._compat.modules import initialize_root, reset_iteration
+from lq_lightning._compat.tensor_parallel import DATA, TENSOR
 from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.checkpointer import (
     ALL_RANKS,
@@ -60,6 +61,7 @@ from lq_lightning.strategies.checks import (
     check_start,
 )
 from lq_lightning.strategies.failures import Failures, is_lost_rank
+from lq_lightning.strategies.gradient_norm import GradientNorm
 from lq_lightning.strategies.options import (
     FSDPOptions,
     UnitSelector,
@@ -83,6 +85,7 @@ from lq_lightning.strategies.sharding import (
     find_units,
     shard,
 )
+from lq_lightning.strategies.tensor_parallel import TensorRanks, data_topology
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -108,6 +111,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     step_group: dist.ProcessGroup | None = None
     meeting: Callable[[], bool] | None = None
     why_alone = "there is one rank, which sends nothing"
+    _norm: GradientNorm | None = None  # where torch's own cannot be used
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse hooks that strategies had before their parts did: nothing calls them."""
@@ -143,7 +147,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._failures = Failures(self)
         self._steps = OptimizerSteps(options.skip_nonfinite_steps, options.reduce_every_microbatch)
         self._collectives = QuantizedCollectives(self, options, self.given)
-        self.parts: list[StrategyPart] = [self._steps, self._collectives]
+        self._tensor = TensorRanks(owner, options, self._collectives)
+        self.parts: list[StrategyPart] = [self._steps, self._collectives, self._tensor]
         self._checkpointer = Checkpointer(
             self,
             self.model_layout,
@@ -160,6 +165,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             "precision": self._fsdp_precision.precision,
             "reshard_after_forward": self._options.reshard_after_forward,
             "node_size": self.topology().node_size if self.world_size > 1 else 1,
+            "tensor_parallel_size": self._tensor.size,
             "local_steps": None,
             "min_quantized_numel": self._options.min_quantized_numel,
             "weights": self._collectives.weights,
@@ -182,9 +188,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
         register_evaluation_steps(module)
 
     def topology(self) -> Topology:
-        """Ranks and nodes of this run."""
+        """Ranks and nodes of this run that hold the same tensor-parallel shards."""
         size = self._options.node_size or self.num_processes
-        return Topology(world_size=self.world_size, rank=self.global_rank, node_size=size)
+        ranks = Topology(world_size=self.world_size, rank=self.global_rank, node_size=size)
+        return data_topology(type(self).__name__, ranks, self._tensor.size)
+
+    def model_group(self) -> dist.ProcessGroup | None:
+        """Ranks that share the tensors of a module, over all axes of their mesh; None are all."""
+        return None
+
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks with other data and the same parameters."""
+        return self.device_mesh.get_group(DATA)
 
     def replica_topology(self) -> Topology:
         """Ranks and nodes that share the shards of a module."""
@@ -295,7 +310,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Start the process group and the device mesh, once."""
-        if self.world_size > 1:
+        if self.world_size > 1 or self._tensor.size > 1:
             self.topology()
         self._failures.begin_run()
         check_device(self, synchronizes_layers=self._layer_sync is not None)
@@ -309,7 +324,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
             else:
                 self._setup_distributed()
                 prepare_groups(self._timeout)
-                axes = {"data_parallel": self.world_size, "tensor_parallel": 1}
+                size = self._tensor.size
+                axes = {DATA: self.world_size // size, TENSOR: size}
                 self._device_mesh = shared_mesh(self.root_device.type, axes)
         set_device_mesh(self._require_module(), self._device_mesh)
 
@@ -372,15 +388,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if known is not None:
             check_settings(module, known.settings, self.settings())
             return
+        mesh = self.device_mesh[DATA, TENSOR]
         known = shard(
             module,
             self.unit_selector(),
             self._options,
             self._fsdp_precision,
-            self.device_mesh["data_parallel"],
+            mesh,
+            self.model_group(),
             self.root_device,
             self._layer_sync,
         )
+        self._tensor.share_values(module, mesh, self.model_group())
         known.settings, known.extra = self.settings(), self.on_sharded(module)
         remember(module, known)
         rank_zero_info(known.plan.summary())
@@ -389,6 +408,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Make the optimizers and check that they update the sharded parameters."""
         super().setup_optimizers(trainer)
         self._steps.set_up(self._require_module(), self.optimizers)
+        self._tensor.set_up()
+        if self._tensor.size > 1:
+            self._norm = self.make_norm()
+            self._fsdp_precision.clip_norm = self._norm.clip
         if self._is_sharded:
             for index, optimizer in enumerate(self.optimizers):
                 state.check_optimizer(self._require_module(), optimizer, index)
@@ -528,6 +551,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 manual.before_update()
             if agreement is not None:
                 agreement.check()  # raises on all ranks, before a wrong update
+            self._tensor.check_gradients()
             return result
 
         with self._failures.explained():
@@ -621,6 +645,47 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of all optimizers, then this package's own entry."""
         self._checkpointer.load_optimizers(checkpoint)
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def make_norm(self) -> GradientNorm:
+        """Norm of the gradients of all optimizers."""
+
+        def parameters() -> Iterator[nn.Parameter]:
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    yield from group["params"]
+
+        return GradientNorm(parameters, self.device_mesh, (TENSOR,), self.step_group)
+
+    def gradient_norm(self) -> Tensor:
+        """The L2 norm of all gradients of the model, each element counted once.
+
+        For hooks between backward and the optimizer step, on all ranks of the run together.
+
+        Returns:
+            A float32 scalar, the same on every rank.
+
+        Raises:
+            RuntimeError: There is no pipeline and no tensor parallelism, or no optimizer.
+        """
+        if self._norm is None:
+            raise RuntimeError(
+                "`gradient_norm` is for the hooks of `fit` with several pipeline stages or "
+                "tensor-parallel ranks. Elsewhere use `lq_lightning.grad_norm(module)`."
+            )
+        return self._norm.total()
+
+    def reduce(
+        self,
+        tensor: Tensor | Any,
+        group: Any | None = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> Tensor:
+        """Reduce by default over ranks with other data, which tensor-parallel ranks have not."""
+        if group is None and self._tensor.size > 1:
+            group = self.data_group()
+        return super().reduce(tensor, group, reduce_op)
 
     # --- begin, end, errors ---------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
-from lq_lightning.foundation.checks import is_number, is_whole
+from lq_lightning.foundation.checks import check_choice, is_number, is_whole
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -34,6 +34,8 @@ class FSDPOptions:
         gradients: Quantization of the gradients' reduce-scatter.
         replica: Placement of the reference weights that differences are taken from.
         node_size: Ranks per node; ``None`` takes it from Lightning.
+        tensor_parallel_size: Neighbouring ranks that share each layer's computation.
+        tensor_parallel: ``"auto"`` applies a plan; None leaves it to ``configure_model``.
         min_quantized_numel: Smaller tensors are sent in full precision.
         units: Modules that are gathered as one piece.
         reshard_after_forward: Free a unit's weights between forward and backward.
@@ -53,6 +55,8 @@ class FSDPOptions:
     gradients: GradientName | GradientQuantization = "auto"
     replica: ReplicaName = "auto"
     node_size: int | None = None
+    tensor_parallel_size: int = 1
+    tensor_parallel: Literal["auto"] | None = None
     min_quantized_numel: int = 4096
     units: list[str] | Callable[[nn.Module], bool] | None = None
     reshard_after_forward: bool = True
@@ -75,6 +79,8 @@ class FSDPOptions:
         check_selector(self.units)
         _check_backend(owner, self.process_group_backend)
         check_count(owner, "node_size", 1 if self.node_size is None else self.node_size, 1)
+        check_count(owner, "tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_choice(owner, "tensor_parallel", self.tensor_parallel, ("auto", None))
         check_count(owner, "min_quantized_numel", self.min_quantized_numel, 1)
         check_count(owner, "check_replicas_every_n_steps", self.check_replicas_every_n_steps, 0)
         check_count(owner, "seed", self.seed, 0)

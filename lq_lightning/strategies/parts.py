@@ -356,7 +356,9 @@ class QuantizedCollectives(StrategyPart):
             return None
         is_open = self.gradients == "auto" or isinstance(self.weights, WeightOption)
         # every rank takes the same branches: options are equal, and this is agreed on
-        nvlink = is_open and nvlink_inside_nodes(self._strategy.root_device, topology.node_size)
+        nvlink = is_open and nvlink_inside_nodes(
+            self._strategy.root_device, topology.node_size * self._options.tensor_parallel_size
+        )
         weights, gradients, reason = choose_quantization(
             self.weights, self.gradients, topology, nvlink
         )

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import set_device_mesh
+from lq_lightning._compat.tensor_parallel import DATA, TENSOR
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.checkpoint.checkpointer import ModelLayout
 from lq_lightning.checkpoint.ranks import RankGroup
@@ -29,7 +30,7 @@ from lq_lightning.data_parallel import (
     start_alike,
 )
 from lq_lightning.foundation.agreement import broadcast_module_states, check_same_entries, describe
-from lq_lightning.foundation.groups import RankGroups, shared_mesh
+from lq_lightning.foundation.groups import RankGroups, shared_mesh, shared_split, world_group
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.strategies.failures import Failures
@@ -37,7 +38,7 @@ from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
 from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
 
-NODE, SHARD = "node", "data_parallel"  # axes of the mesh where nodes train alone
+NODE, SHARD = "node", DATA  # axes of the mesh where nodes train alone
 
 
 class ReplicaGroups(StrategyPart):
@@ -85,7 +86,20 @@ class ReplicaGroups(StrategyPart):
     @property
     def own_group(self) -> dist.ProcessGroup:
         """Ranks of this node, which take or skip optimizer steps together."""
-        return self._strategy.device_mesh.get_group(SHARD)
+        mesh = self._strategy.device_mesh
+        if mesh[TENSOR].size() == 1:
+            return mesh.get_group(SHARD)
+        nodes = mesh.mesh.flatten(1).tolist()
+        return shared_split("model", world_group(), nodes, self._strategy.root_device)
+
+    @property
+    def column(self) -> dist.ProcessGroup:
+        """Ranks of all nodes with this rank's tensor-parallel shards."""
+        mesh = self._strategy.device_mesh
+        if mesh[TENSOR].size() == 1:
+            return world_group()
+        columns = mesh.mesh.flatten(0, 1).T.tolist()
+        return shared_split("column", world_group(), columns, self._strategy.root_device)
 
     def all_meet(self) -> bool:
         """Whether all ranks wait for each other here anyway, as they do after an outer step."""
@@ -120,7 +134,7 @@ class ReplicaGroups(StrategyPart):
         if NODE in (mesh.mesh_dim_names or ()):
             return mesh
         every = self._topology()
-        axes = {NODE: every.num_nodes, SHARD: every.node_size, "tensor_parallel": 1}
+        axes = {NODE: every.num_nodes, SHARD: every.node_size, TENSOR: mesh[TENSOR].size()}
         return shared_mesh(self._strategy.root_device.type, axes)
 
     def make_alike(self, module: LightningModule) -> None:
@@ -129,10 +143,10 @@ class ReplicaGroups(StrategyPart):
         Refuses, on all ranks, models that differ between nodes.
         """
         mesh, device = self._strategy.device_mesh, self._strategy.root_device
-        own = mesh[SHARD].mesh.tolist()
+        own, every = mesh[SHARD].mesh.tolist(), mesh[SHARD, TENSOR].mesh.tolist()
         for name, parameter in module.named_parameters():
             ranks = parameter.device_mesh.mesh.tolist()  # type: ignore[attr-defined]
-            if ranks != own:
+            if ranks not in (own, every):
                 raise ValueError(
                     f"`{name}` is sharded over the ranks {ranks}, but with `local_steps` every "
                     f"node has a copy, here over {own}: give `fully_shard` the argument "
@@ -153,13 +167,13 @@ class ReplicaGroups(StrategyPart):
     def set_up(self, trainer: Trainer, module: LightningModule) -> None:
         """Make the outer optimizer for a run of ``fit``."""
         self._outer = None
-        if dist.group.WORLD is None:
+        if not dist.is_initialized():
             return
         mesh, every, config = self._strategy.device_mesh, self._topology(), self._config
         self._outer = OuterOptimizer(
             config,
             every,
-            RankGroups(dist.group.WORLD, mesh.get_group(SHARD), mesh.get_group(NODE)),
+            RankGroups(self.column, mesh.get_group(SHARD), mesh.get_group(NODE)),
             names={p: clean_name(n) for n, p in module.named_parameters()},
             min_quantized_numel=self._min_quantized_numel,
             device=self._strategy.root_device,
@@ -268,6 +282,11 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             (DiLoCo), for slow networks between nodes: a number, or a full ``LocalSteps``. The model
             is then sharded within each node, where all other options apply. Outer steps take
             another 8/node_size bytes per parameter.
+        tensor_parallel_size: Neighbouring ranks of a node that share every layer's computation, on
+            the same data. The axis ``"tensor_parallel"`` of ``self.device_mesh``, as in Lightning's
+            ``ModelParallelStrategy``; all else here applies to each of its shards.
+        tensor_parallel: ``"auto"`` cuts the model by the plan of its Hugging Face class, or of its
+            method ``tensor_parallel_plan``. ``None`` leaves it to ``configure_model``.
         min_quantized_numel: Smaller tensors travel in full precision.
         units: Names of modules that are gathered as one piece, or of their classes, or a function
             that says so of a module. ``None`` finds them: units of ``configure_model``, else
@@ -305,6 +324,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         replica: Literal["auto", "full", "node"] = "auto",
         node_size: int | None = None,
         local_steps: int | LocalSteps | None = None,
+        tensor_parallel_size: int = 1,
+        tensor_parallel: Literal["auto"] | None = None,
         min_quantized_numel: int = 4096,
         units: list[str] | Callable[[nn.Module], bool] | None = None,
         reshard_after_forward: bool = True,
@@ -374,6 +395,14 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         if self._groups is not None:
             self._groups.outer_step()
 
+    def model_group(self) -> dist.ProcessGroup | None:
+        """Ranks of this node where nodes train alone."""
+        return self.step_group
+
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks of all nodes with this rank's tensor-parallel shards."""
+        return super().data_group() if self._alone is None else self._alone.column
+
     def replica_topology(self) -> Topology:
         """Ranks that share the shards of a module: of one node where nodes train alone."""
         return self.topology() if self._alone is None else self._alone.own_topology()
@@ -383,7 +412,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         """Different data on all ranks, including those that share a module."""
         if self._alone is None:
             return super().distributed_sampler_kwargs
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        every = self.topology()
+        return {"num_replicas": every.world_size, "rank": every.rank}
 
     def model_layout(self) -> ModelLayout:
         """How the attached module is spread over the ranks."""

@@ -28,6 +28,7 @@ from lq_lightning.pipeline.boundary import TAHQuantization
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
+from lq_lightning.strategies.gradient_norm import GradientNorm
 from lq_lightning.strategies.options import FSDPOptions, UnitSelector, check_option_names
 from lq_lightning.strategies.pipelines.checkpoints import StageLayout
 from lq_lightning.strategies.pipelines.options import (
@@ -57,6 +58,7 @@ from lq_lightning.strategies.sharding import (
     compile_units,
     find_units,
 )
+from lq_lightning.strategies.tensor_parallel import data_topology
 
 ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 Split = Literal["parameters"] | list[int] | dict[str, float]
@@ -232,7 +234,12 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         if self.pipeline_size == 1:
             return super().topology()
         per_node = self._options.node_size or self.num_processes
-        return stage_topology(self.world_size, self.global_rank, self.pipeline_size, per_node)
+        ranks = stage_topology(self.world_size, self.global_rank, self.pipeline_size, per_node)
+        return data_topology(type(self).__name__, ranks, self._tensor.size)
+
+    def model_group(self) -> dist.ProcessGroup | None:
+        """Ranks of this rank's stage."""
+        return None if self._ranks is None else self._ranks.model_group
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh, once."""
@@ -246,7 +253,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             return
         if self._ranks is None or not dist.is_initialized():
             with self._failures.explained():
-                self._ranks = PipelineRanks(size, self.root_device)
+                self._ranks = PipelineRanks(size, self._tensor.size, self.root_device)
         self._device_mesh = self._ranks.mesh
         self.why_alone = "each stage is on one rank, so its weights and gradients do not travel"
         set_device_mesh(self._require_module(), self._ranks.mesh)
@@ -401,7 +408,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizer of this rank's stages."""
         make = partial(super().setup_optimizers, trainer)
-        self._fsdp_precision.clip_norm = self._gradients = None
+        self._fsdp_precision.clip_norm = self._gradients = self._norm = None
         if self._ranks is None:
             make()
             self._say_that_nothing_is_cut()
@@ -416,7 +423,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         if self.optimizers:
             module = self._require_module()
             self._gradients = PipelineGradients(module, self.optimizers[0], self._shared)
-            self._fsdp_precision.clip_norm = self._gradients.clip
+            self._norm = self.make_norm()
+            self._fsdp_precision.clip_norm = self._norm.clip
 
     def _say_that_nothing_is_cut(self) -> None:
         why = "with one rank along the pipeline the model is not cut, and nothing crosses stages"
@@ -425,23 +433,11 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         if "pipeline_size" not in self.given:
             rank_zero_info(f"{type(self).__name__}: {why}")
 
-    def gradient_norm(self) -> Tensor:
-        """The L2 norm of all gradients of the model, tied ones counted once.
-
-        For hooks between backward and the optimizer step, on all ranks of the run together.
-
-        Returns:
-            A float32 scalar, the same on every rank.
-
-        Raises:
-            RuntimeError: There is no pipeline, or no optimizer.
-        """
-        if self._gradients is None:
-            raise RuntimeError(
-                "`gradient_norm` is for the hooks of `fit` with several pipeline stages. Elsewhere "
-                "use `lq_lightning.grad_norm(module)`."
-            )
-        return self._gradients.total_norm()
+    def make_norm(self) -> GradientNorm:
+        """Norm of the gradients of all stages; of a tied parameter, the first holder counts."""
+        norm = super().make_norm()
+        norm.silent = {id(shared.parameter) for shared in self._shared if not shared.is_first}
+        return norm
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

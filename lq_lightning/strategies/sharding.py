@@ -27,6 +27,7 @@ from lq_lightning._compat.fsdp2 import (
 )
 from lq_lightning._compat.lightning import convert_floating
 from lq_lightning._compat.modules import prepare_fsdp_class
+from lq_lightning._compat.tensor_parallel import DATA, TENSOR, share_tensor_shards
 from lq_lightning.data_parallel import PackedAgreement
 from lq_lightning.foundation.agreement import broadcast_module_states, check_alike
 from lq_lightning.foundation.layer_stack import has_parameters, is_block, is_silent_container
@@ -70,23 +71,24 @@ def shard(
     options: FSDPOptions,
     precision: FullyShardedPrecision,
     mesh: DeviceMesh,
+    ranks: dist.ProcessGroup | None,
     device: torch.device,
     layer_sync: LayerSync | None,
 ) -> ShardedModule:
     """Shard a module in place, with the values of the mesh's first rank.
 
-    The user may have sharded it or parts of it in ``configure_model``. The mesh is 1-D, over the
-    ranks that share the module.
+    The user may have sharded it or parts of it in ``configure_model``. The mesh has the axes
+    ``data_parallel`` and ``tensor_parallel``; ``ranks`` are all of it (None: the world).
     """
-    check_shardable(module)
-    several = mesh.size() > 1
+    several, tensor, mesh = mesh.size() > 1, mesh[TENSOR], mesh[DATA]
+    check_shardable(module, tensor)
     if layer_sync is not None and several:
         layer_sync.apply(module)
     precision.convert_module(module)
-    ranks = mesh.get_group()
     if several:  # first compare: broadcasts of different shapes would hang or mix tensors
         check_alike(module, ranks)
         broadcast_module_states(module, parameters=True, group=ranks)
+        share_tensor_shards(module, tensor, mesh.get_group())
     plan = find_units(module, units)
     _make_contiguous(module)
     shard_module(module, plan, mesh, precision, options.reshard_after_forward)
@@ -105,7 +107,7 @@ def shard(
     if options.compile_units:
         compile_units(module, plan)
     forward = RootForward(module, precision.forward_context)
-    agreement = PackedAgreement(module, ranks, device) if several else None
+    agreement = PackedAgreement(module, mesh.get_group(), device) if mesh.size() > 1 else None
     return ShardedModule(plan, forward, agreement)
 
 

@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
 
 from lq_lightning._compat.modules import discard_unreduced_gradients, reduce_gradients
+from lq_lightning._compat.tensor_parallel import DATA, TENSOR
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_gather_flat, group_timeout
 from lq_lightning.codecs import CodecSpec, decode_reduce, encode
 from lq_lightning.data_parallel import Topology, embedding_params
-from lq_lightning.foundation.groups import shared_group, shared_mesh, shared_split
+from lq_lightning.foundation.groups import shared_group, shared_mesh, shared_split, world_group
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.foundation.parameters import clean_name, embeddings, tied_names
 from lq_lightning.pipeline.partition import keep_stages
@@ -57,31 +58,36 @@ def stage_topology(world_size: int, rank: int, pipeline_size: int, ranks_per_nod
 
 
 class PipelineRanks:
-    """The mesh ``[pipeline, data_parallel]`` of a run.
+    """The mesh ``[pipeline, data_parallel, tensor_parallel]`` of a run.
 
     The pipeline is the outer axis: neighbouring ranks, which share a machine, hold the same layers
     and reduce gradients with each other, and the boundaries between stages fall between machines.
     A boundary moves activations of a few bits once per micro-batch, data parallelism several times
     the parameters, so that the slow link gets the smaller part.
 
-    Every rank must make this, in one order with other groups. ``pipeline_size`` divides the world
-    size.
+    Every rank must make this, in one order with other groups. ``pipeline_size * tensor_size``
+    divides the world size.
 
     Attributes:
-        mesh: 2-D, with the axes ``"pipeline"`` and ``"data_parallel"``.
+        mesh: 3-D; tensor-parallel ranks are neighbours.
         group: Ranks of this pipeline, in the order of its stages.
         control_group: The same ranks on gloo, for small messages between hosts.
-        stage_group: Ranks with the same layers.
+        stage_group: Ranks with the same layers and tensor-parallel shards.
+        model_group: Ranks with the same layers.
         stage_control_group: The same ranks on gloo.
     """
 
-    def __init__(self, pipeline_size: int, device: torch.device) -> None:
-        replicas = dist.get_world_size() // pipeline_size
-        axes = {"pipeline": pipeline_size, "data_parallel": replicas}
+    def __init__(self, pipeline_size: int, tensor_size: int, device: torch.device) -> None:
+        replicas = dist.get_world_size() // (pipeline_size * tensor_size)
+        axes = {"pipeline": pipeline_size, DATA: replicas, TENSOR: tensor_size}
         self.mesh = shared_mesh(device.type, axes)
         self.device = device
         self.group: dist.ProcessGroup = self.mesh.get_group("pipeline")
-        self.stage_group: dist.ProcessGroup = self.mesh.get_group("data_parallel")
+        self.stage_group: dist.ProcessGroup = self.mesh.get_group(DATA)
+        self.model_group = self.stage_group
+        if tensor_size > 1:
+            stages = self.mesh.mesh.flatten(1).tolist()
+            self.model_group = shared_split("model", world_group(), stages, device)
         self.control_group = _over_gloo(self.group, device)
         self.stage_control_group = _over_gloo(self.stage_group, device)
 
@@ -233,11 +239,8 @@ class PipelineGradients:
     ) -> None:
         self._root = module if isinstance(module, FSDPModule) else None
         self._optimizer = optimizer
-        self._device = next(module.parameters()).device
         self._shared = shared
         self._held: list[tuple[nn.Parameter, Tensor]] = []
-        # all but the first holder leave a shared parameter out of norms
-        self._silent = {id(s.parameter) for s in shared if not s.is_first}
         if self._root is not None:
             discard_unreduced_gradients(module)
 
@@ -282,32 +285,6 @@ class PipelineGradients:
         """Add up the gradients of shared parameters, complete and reduced, over their stages."""
         for shared in self._shared:
             shared.sum_gradients()
-
-    def total_norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
-        """Return the L2 norm of the gradients of all stages, shared parameters counted once.
-
-        A float32 scalar, the same on all ranks of the run, which call this together, and not finite
-        if any gradient is not. ``parameters`` are this rank's; None for the optimizer's.
-        """
-        gradients = [
-            local_tensor(p.grad)
-            for p in (self._parameters() if parameters is None else parameters)
-            if p.grad is not None and id(p) not in self._silent
-        ]
-        norm = torch.nn.utils.get_total_norm([g for g in gradients if g.numel()])
-        squares = norm.to(self._device, torch.float64).square()
-        dist.all_reduce(squares)
-        return squares.sqrt().float()
-
-    @torch.no_grad()
-    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        """Scale the gradients of all stages by one factor, so that their norm is at most this."""
-        parameters = list(parameters)
-        norm = self.total_norm(parameters) + 1e-6  # as in torch
-        factor = torch.clamp(max_norm / norm, max=1.0)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local_tensor(parameter.grad).mul_(factor)
 
 
 # --- the cut ------------------------------------------------------------------------------------

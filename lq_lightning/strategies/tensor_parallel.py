@@ -1,0 +1,166 @@
+"""Tensor parallelism within a strategy: layout of ranks, and what its ranks hold alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lq_lightning._compat.tensor_parallel import TENSOR, replicated_parameters, tensor_shard
+from lq_lightning._compat.tensors import local_tensor
+from lq_lightning._compat.torch import all_gather_flat
+from lq_lightning.foundation.topology import Topology
+from lq_lightning.kernels.checksum import checksums
+from lq_lightning.strategies.options import FSDPOptions
+from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
+
+# Difference of a gradient between two ranks, relative to their mean. Rounding to bf16 and sums in
+# another order stay far below; where ranks see the gradient of their own tokens it is about 1.
+_MAX_DIFFERENCE = 0.1
+
+
+def data_topology(owner: str, ranks: Topology, tensor_size: int) -> Topology:
+    """Return the topology of the ranks with this rank's tensor-parallel shards, among ``ranks``.
+
+    Tensor-parallel ranks are neighbours on one node.
+
+    Raises:
+        ValueError: ``tensor_size`` does not divide the ranks of a node.
+    """
+    if ranks.node_size % tensor_size:
+        allowed = [d for d in range(1, ranks.node_size + 1) if ranks.node_size % d == 0]
+        raise ValueError(
+            f"`{owner}(tensor_parallel_size={tensor_size})` does not divide the {ranks.node_size} "
+            "rank(s) of a node that hold the same layers; tensor-parallel ranks exchange "
+            f"activations in every layer and have to share a node. Allowed here: {allowed}."
+        )
+    return Topology(
+        world_size=ranks.world_size // tensor_size,
+        rank=ranks.rank // tensor_size,
+        node_size=ranks.node_size // tensor_size,
+    )
+
+
+class TensorRanks(StrategyPart):
+    """Keeps tensor-parallel ranks alike in what all of them hold.
+
+    Norms, biases, and whatever a plan does not shard are replicated: each rank computes the same
+    gradient and takes the same step, with equal rounding noise. Nothing but that keeps them equal.
+
+    Attributes:
+        size: Tensor-parallel ranks.
+    """
+
+    def __init__(self, owner: str, options: FSDPOptions, collectives: QuantizedCollectives) -> None:
+        self.size = options.tensor_parallel_size
+        self._owner, self._options, self._collectives = owner, options, collectives
+        self._module: nn.Module | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._every: dist.ProcessGroup | None = None
+        self._steps = 0
+
+    def share_values(
+        self, module: nn.Module, mesh: DeviceMesh, every: dist.ProcessGroup | None
+    ) -> None:
+        """Give replicated parameters the values of the first tensor-parallel rank.
+
+        ``every`` has all ranks of the mesh.
+        """
+        if self.size == 1:
+            return
+        self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
+        if not any(tensor_shard(p) is not None for p in module.parameters()):
+            raise ValueError(
+                f"`{self._owner}(tensor_parallel_size={self.size})`: no parameter of "
+                f"`{type(module).__name__}` on this rank is sharded over tensor-parallel ranks, "
+                "which would all compute the same. Call `torch.distributed.tensor.parallel."
+                'parallelize_module(..., self.device_mesh["tensor_parallel"], plan)` in '
+                '`configure_model`, or set `tensor_parallel="auto"`.'
+            )
+        self._copy_from_first(replicated_parameters(module).values())
+
+    @torch.no_grad()
+    def _copy_from_first(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            local = local_tensor(parameter.detach())
+            if local.numel():  # flat bytes: gloo knows no float8
+                dist.broadcast(local.view(-1).view(torch.uint8), group=self._group, group_src=0)
+
+    def set_up(self) -> None:
+        """Start a run of ``fit``."""
+        self._steps = 0
+
+    @torch.no_grad()
+    def check_gradients(self) -> None:
+        """Refuse gradients that differ between ranks in the first step; all ranks call it.
+
+        A norm that sees this rank's tokens only, as a plain module in a sequence-parallel region,
+        has a gradient of these alone: every rank would train its copy on other tokens.
+        """
+        if self._module is None or self._steps:
+            return
+        self._steps = 1
+        names, differences = [], []
+        for name, parameter in replicated_parameters(self._module).items():
+            if parameter.grad is not None:
+                mean = local_tensor(parameter.grad).float()
+                own = mean / self.size
+                mean = own.clone()
+                dist.all_reduce(mean, group=self._group)
+                names.append(name)
+                differences.append((own * self.size - mean).norm() / mean.norm())
+        if not names:
+            return
+        # NaN: both are zero, or a step that is not finite, which others look after
+        found = torch.stack(differences).nan_to_num(0.0, posinf=1.0)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._every)
+        bad = [(n, d) for n, d in zip(names, found.tolist(), strict=True) if d > _MAX_DIFFERENCE]
+        if bad:
+            name, difference = max(bad, key=lambda pair: pair[1])
+            raise ValueError(
+                f"the gradient of `{name}`{_more(bad)} differs between tensor-parallel ranks by "
+                f"{difference:.0%} of its mean, although all of them hold the same parameter. "
+                "Either its module sees this rank's tokens only: give it `SequenceParallel()` in "
+                "the plan of `parallelize_module`. Or ranks have other inputs: batches and random "
+                "numbers (dropout) must be those of the data-parallel rank, "
+                '`self.device_mesh["data_parallel"].get_local_rank()`.'
+            )
+
+    def after_optimizer_step(self, stepped: bool) -> None:
+        """Compare replicated parameters every so many steps."""
+        every = self._options.check_replicas_every_n_steps
+        if self._module is None or not every:
+            return
+        self._steps += 1
+        if self._steps % every == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        parameters = replicated_parameters(self._module)  # type: ignore[arg-type]
+        own = checksums([local_tensor(p.detach()) for p in parameters.values()])
+        every = own.new_empty(self.size, own.numel())
+        all_gather_flat(every.view(-1), own, self._group)
+        differ = (every != every[:1]).any(0).to(torch.int32)
+        # all ranks raise, or refresh their replicas, together
+        dist.all_reduce(differ, dist.ReduceOp.MAX, group=self._every)
+        drifted = [name for name, bad in zip(parameters, differ.tolist(), strict=True) if bad]
+        if not drifted:
+            return
+        message = (
+            f"`{drifted[0]}`{_more(drifted)} differ between tensor-parallel ranks, which all hold "
+            "the same parameters: something wrote to them on some ranks only, or computed "
+            "gradients of another order of sums"
+        )
+        if self._options.on_drift == "raise":
+            raise RuntimeError(f"{message}. `on_drift='resync'` would take the first rank's.")
+        self._copy_from_first(parameters[name] for name in drifted)
+        self._collectives.on_weights_loaded()
+        rank_zero_warn(f"{message}. They take the values of the first rank.")
+
+
+def _more(found: list[object] | list[str]) -> str:
+    return f" and {len(found) - 1} more" if len(found) > 1 else ""
