@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+from lq_lightning._compat.tensor_parallel import DATA, TENSOR, tensor_shard
 from lq_lightning.data_parallel import (
     GradientQuantization,
     LocalSteps,
@@ -44,7 +45,6 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.foundation.groups import RankGroups
 
-DATA, TENSOR = "data_parallel", "tensor_parallel"
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
 
 
@@ -238,7 +238,7 @@ class Job:
 
     def own_numel(self, parameter: Tensor) -> int:
         """Return the elements that the ranks with this tensor-parallel number share."""
-        split = isinstance(parameter, DTensor) and parameter.placements[-1].is_shard()
+        split = tensor_shard(parameter) is not None
         return parameter.numel() // (self.tensor_parallel if split else 1)
 
     def update(self) -> None:
