@@ -340,10 +340,12 @@ def reduce_table(rows: list[Row]) -> str:
 def report(found: dict[str, list[list[Row]]], args: argparse.Namespace) -> None:
     """Write the JSON file."""
     codec = args.reduce.codec
-    rows, scatters = (
-        [{"rate": rate} | row for rate, kinds in found.items() for row in kinds[index]]
-        for index in range(2)
-    )
+    rows = [
+        {"rate": rate, "kind": kind} | row
+        for rate, kinds in found.items()
+        for kind, of_kind in zip(("all-reduce", "reduce-scatter"), kinds, strict=True)
+        for row in of_kind
+    ]
     write_report(
         args.json,
         "all_reduce",
@@ -355,7 +357,6 @@ def report(found: dict[str, list[list[Row]]], args: argparse.Namespace) -> None:
             "bits_per_element": codec.bits_per_element(1 << 20),
             "crossover_nbytes": {rate: crossover(kinds[0]) for rate, kinds in found.items()},
             "rows": rows,
-            "scatters": scatters,
         },
     )
 

@@ -239,11 +239,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of training")
     parser.add_argument("--tiny", action="store_true", help="for a test")
     args = parser.parse_args()
-    results: dict[str, list[Row]] = {}
+    rows: list[Row] = []
     for name in choices(parser, "tables", args.tables, TABLES):
-        results[name] = TABLES[name](args.steps, args.tiny)
-        print(f"\n{show(name, results[name])}", flush=True)
-        write_report(args.json, "code_errors", {"steps": args.steps} | results)
+        found = TABLES[name](args.steps, args.tiny)
+        print(f"\n{show(name, found)}", flush=True)
+        rows += [{"table": name} | row for row in found]
+        write_report(args.json, "code_errors", {"steps": args.steps, "rows": rows})
 
 
 if __name__ == "__main__":

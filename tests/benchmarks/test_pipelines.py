@@ -97,8 +97,8 @@ def test_bytes_between_nodes_of_tensor_parallel_ranks_are_those_of_the_formula(
 
 def test_reductions_are_compared_on_equal_terms(tmp_path: Path) -> None:
     options = ["--sizes", "64K", "--scatter", "256K", "--seconds", "0.01", "--node-size", "2"]
-    results = _report(tmp_path, "all_reduce.py", *options, size=4)
-    ((row,), (scatter,)) = results["rows"], results["scatters"]
+    row, scatter = _report(tmp_path, "all_reduce.py", *options, size=4)["rows"]
+    assert [row["kind"], scatter["kind"]] == ["all-reduce", "reduce-scatter"]
     assert all(ms > 0 for ms in row["parts_ms"].values())
     errors = scatter["relative_error"]
     assert errors["TLq-HS, transform apart"] == pytest.approx(errors["TLq-HS"], rel=1e-3)
