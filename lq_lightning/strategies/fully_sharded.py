@@ -86,6 +86,7 @@ from lq_lightning.strategies.sharding import (
     shard,
 )
 from lq_lightning.strategies.tensor_parallel import TensorRanks, data_topology
+from lq_lightning.strategies.tensor_plans import parallelize_automatically
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -389,6 +390,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
             check_settings(module, known.settings, self.settings())
             return
         mesh = self.device_mesh[DATA, TENSOR]
+        if self._options.tensor_parallel is not None and self._tensor.size > 1:
+            owner = type(self).__name__
+            plan = parallelize_automatically(module, self.device_mesh[TENSOR], owner=owner)
+            rank_zero_info(plan.summary())
         known = shard(
             module,
             self.unit_selector(),
