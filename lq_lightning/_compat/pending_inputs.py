@@ -8,6 +8,7 @@ backward. Kernels that inductor makes do not wait for the local tensor of a DTen
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,14 +26,14 @@ def _local(tensor: Tensor) -> Tensor:
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: Tensor) -> Tensor:
-        value: Tensor = cast(AsyncCollectiveTensor, _local(pending)).trigger_wait()
+        value: Tensor = cast(Any, _local(pending)).trigger_wait()
         if isinstance(pending, DTensor):  # a view of another one would be traced with that one
             mesh, layout, size = pending.device_mesh, pending.placements, pending.shape
             return DTensor.from_local(value, mesh, layout, shape=size, stride=pending.stride())
         return value.view_as(value)  # autograd writes to what is returned
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -69,16 +70,16 @@ def wait_before_compiled(root: nn.Module) -> None:
     """Let compiled modules of ``root`` begin when their inputs are there.
 
     Other compiled code, such as a function or what follows a part that is not traced, at least
-    passes gradients to inputs that are not.
+    passes gradients to inputs that are not there yet.
     """
-    from torch._functorch import aot_autograd  # not needed where nothing is compiled
-
-    if not hasattr(aot_autograd.process_inputs, "__wrapped__"):
-        aot_autograd.process_inputs = _with_gradients(aot_autograd.process_inputs)
-    for module in root.modules():
+    module: Any = importlib.import_module("torch._functorch.aot_autograd")  # slow
+    process = getattr(module, "process_inputs", None)
+    if process is not None and not hasattr(process, "__wrapped__"):
+        module.process_inputs = _with_gradients(process)
+    for part in root.modules():
         # of `module.forward = torch.compile(module.forward)` and `torch.compile(module)`, or of
         # `module.compile()`
         for name in ("forward", "_compiled_call_impl"):
-            compiled = module.__dict__.get(name)
+            compiled: Any = part.__dict__.get(name)
             if hasattr(compiled, "_torchdynamo_orig_callable"):
-                module.__dict__[name] = _when_ready(compiled)
+                part.__dict__[name] = _when_ready(compiled)

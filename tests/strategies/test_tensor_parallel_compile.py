@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lq_testing.lightning_models import PLAIN, run_trainer, trainer
 from lq_testing.tensor_models import ParallelModule, batch, plan
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
