@@ -27,6 +27,7 @@ from lq_lightning._compat.fsdp2 import (
 )
 from lq_lightning._compat.lightning import convert_floating
 from lq_lightning._compat.modules import prepare_fsdp_class
+from lq_lightning._compat.pending_inputs import wait_before_compiled
 from lq_lightning._compat.tensor_parallel import DATA, TENSOR, share_tensor_shards
 from lq_lightning.data_parallel import PackedAgreement
 from lq_lightning.foundation.agreement import broadcast_module_states, check_alike
@@ -106,6 +107,8 @@ def shard(
     module.configure_model = already_configured  # type: ignore[method-assign]
     if options.compile_units:
         compile_units(module, plan)
+    if tensor.size() > 1:
+        wait_before_compiled(module)
     forward = RootForward(module, precision.forward_context)
     agreement = PackedAgreement(module, mesh.get_group(), device) if mesh.size() > 1 else None
     return ShardedModule(plan, forward, agreement)
