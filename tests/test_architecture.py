@@ -59,7 +59,6 @@ DEEPER_CLASSES = {
 }
 # Files of up to 800 lines, and why each is one file.
 LONG_FILES: dict[str, str] = {
-    "lq_lightning.activations.functions": "functions that save codes, and the sources between them",
     "lq_lightning.activations.sites": "each kind of site with its forward, and why it stands",
     "lq_lightning.kernels.message.reference": "the codec in torch, read beside its Triton twins",
     "lq_lightning.strategies.fully_sharded": "fifty hooks of Lightning, passed on to parts",

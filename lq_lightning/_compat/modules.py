@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import unsafe_setattr_param
@@ -18,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import (
     _unimplemented_deepcopy,
     get_cls_to_fsdp_cls,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement
 from torch.nn.modules import module as _module
 
 from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
@@ -103,17 +104,22 @@ def is_gathered(module: FSDPModule) -> bool:
     return any(group.is_unsharded for group in param_groups(module))
 
 
-def tensor_parallel_parameters(root: nn.Module) -> list[str]:
-    """Names of parameters that stay DTensors where FSDP2 gathers them, or that it does not have."""
-    plain: set[int] = set()
+def tensor_parallel_parameters(root: nn.Module) -> dict[str, tuple[DeviceMesh, list[Placement]]]:
+    """By name, where parameters lie while they are used: those that stay DTensors where FSDP2
+    gathers them, or that it does not have.
+    """
+    gathered: dict[int, Any] = {}
     for module in root.modules():
         for group in param_groups(module) if isinstance(module, FSDPModule) else ():
-            plain.update(id(p.sharded_param) for p in group.fsdp_params if not p.is_dtensor)
-    return [
-        name
-        for name, parameter in root.named_parameters()
-        if isinstance(parameter, DTensor) and id(parameter) not in plain
-    ]
+            for p in group.fsdp_params:
+                spec = getattr(p, "_unsharded_dtensor_spec", None)  # torch >= 2.13
+                gathered[id(p.sharded_param)] = spec or getattr(p, "_tp_spec", None)
+    found = {}
+    for name, parameter in root.named_parameters():
+        spec = gathered.get(id(parameter), getattr(parameter, "_spec", None))
+        if spec is not None:
+            found[name] = spec.mesh, list(spec.placements)
+    return found
 
 
 def is_sharded(module: nn.Module) -> bool:

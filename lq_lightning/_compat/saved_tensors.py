@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
 
+from lq_lightning._compat.layouts import held_by
+
 _AT_ONCE = 2**64 - 1  # the age of nodes that accumulate gradients
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -50,7 +52,17 @@ def version_of(tensor: Tensor) -> int:
         from lq_lightning._compat.tracing import traced_version
 
         return traced_version(tensor)
-    return 0 if tensor.is_inference() else tensor._version
+    return version_now(tensor)
+
+
+def version_now(tensor: Tensor) -> int:
+    """Count changes of a tensor, for a DTensor also of what it holds: neither counts the other's.
+
+    A tensor that is no DTensor is what it holds.
+    """
+    held = held_by(tensor)
+    own = 0 if held is tensor else tensor._version
+    return own if held.is_inference() else own + held._version
 
 
 def outer_hooks() -> Hooks | None:

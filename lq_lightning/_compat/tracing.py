@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
-from lq_lightning._compat.saved_tensors import has_storage, storage_key
+from lq_lightning._compat.layouts import held_by
+from lq_lightning._compat.saved_tensors import has_storage, storage_key, version_now
 
 _versions: list[int] = []
 
 
 def _record_version(context: Any) -> None:
     variable = context.get_local("tensor")
-    fake = variable.as_fake()
+    wrapped = variable.as_fake()
+    fake = held_by(wrapped)
     # what is written through `.data` has a version of its own: any use of it counts as a change
     used = [
         node.args[0].meta.get("example_value")
@@ -24,7 +26,7 @@ def _record_version(context: Any) -> None:
     ]
     known = [each for each in used if isinstance(each, Tensor) and has_storage(each)]
     uses = sum(storage_key(each) == storage_key(fake) for each in known)
-    _versions.append(fake._version + uses)
+    _versions.append(version_now(wrapped) + uses)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

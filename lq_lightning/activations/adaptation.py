@@ -34,10 +34,10 @@ from lq_lightning.codecs.spec import Code
 from lq_lightning.foundation.agreement import gather_objects
 
 from .calibration import average_values
-from .functions import Observer
 from .gradient_errors import coded_gradients, exact_gradients, sampled_rows
 from .measure import mark_output, marked_site
 from .sites import ActivationSite, MLPSite, NormSite, Site
+from .sources import ORIGIN, Observer, own_rows_of, part_of
 
 MAX_ERROR = 0.08
 # Models with random weights: 0.08 to 0.10 expected, 0.06 to 0.08 true. A pretrained one: 0.26 and
@@ -61,14 +61,14 @@ class SiteError:
     output, ``by_row`` the sum over rows of each row's own contribution to ``weights``.
     ``input_error`` is relative to the gradient of the input. ``branch`` is the gradient that a norm
     passes on, relative to the whole gradient of its input, which includes a residual connection
-    around the norm; 1 for others. ``values`` are encoded per row; ``bits`` is 0 for codes that are
-    no integers.
+    around the norm; 1 for others. ``values`` are encoded per row on a rank, on average; ``bits`` is
+    0 for codes that are no integers.
     """
 
     name: str
     is_norm: bool
     bits: int
-    values: int
+    values: float
     weights: float
     weight_error: float
     by_row: float
@@ -129,15 +129,17 @@ class _Call:
     """One call of a site, until its backward: ``count`` sampled rows of the encoded tensors, fp32,
     and the gradients of the outputs of linear layers behind it.
 
-    ``scale`` is all rows over sampled rows, ``passed_on`` the squared norm of the gradient that the
-    site makes of its input, ``found`` the fields of ``SiteError`` once they are measured.
+    ``ranks`` have other rows of the same tensors. ``scale`` is all rows over sampled rows,
+    ``passed_on`` the squared norm of the gradient that the site makes of its input, ``found`` the
+    fields of ``SiteError`` once they are measured.
     """
 
     site: Site
     count: int
     scale: float
+    ranks: int
     tensors: dict[str, Tensor | None]
-    readers: list[Tensor] = field(default_factory=list)
+    readers: list[tuple[Tensor, int]] = field(default_factory=list)  # with the weight's shards
     passed_on: float = 0.0
     found: dict[str, Any] = field(default_factory=dict)
 
@@ -173,7 +175,9 @@ class Adaptation(Observer):
             self._hooks.pop().remove()
 
     @override
-    def call(self, site: Site, output: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
+    def call(
+        self, site: Site, output: Tensor, tensors: Mapping[str, Tensor | None], ranks: int
+    ) -> None:
         rows = output.numel() // max(1, output.shape[-1])
         if site.name in self._calls or not output.requires_grad or not rows:
             return  # not marked: readers of another call have other rows
@@ -182,7 +186,8 @@ class Adaptation(Observer):
         coded = sum(map(is_adaptable, self.model_sites))
         count = min(rows, _MAX_ROWS, max(_MIN_ROWS, 2 * rows // max(1, coded)))
         kept = {name: None if t is None else _kept(name, t, count) for name, t in tensors.items()}
-        call = _Call(site=site, count=count, scale=rows / count, tensors=kept)
+        scale = ranks * rows / count
+        call = _Call(site=site, count=count, scale=scale, ranks=ranks, tensors=kept)
         self._calls[site.name] = call
         handle = output.register_hook(partial(self._measure, call))  # type: ignore[no-untyped-call]
         self._hooks.append(handle)
@@ -193,16 +198,18 @@ class Adaptation(Observer):
                 if call.passed_on and (square := _square(sampled_rows(gradient, count))):
                     call.found["branch"] = call.passed_on / square
 
-            self._hooks.append(x.register_hook(whole))  # type: ignore[no-untyped-call]
+            origin: Tensor = getattr(x, ORIGIN, x)
+            self._hooks.append(origin.register_hook(whole))  # type: ignore[no-untyped-call]
 
     @override
-    def reader(self, x: Tensor, output: Tensor) -> None:
+    def reader(self, x: Tensor, output: Tensor, shards: int = 1) -> None:
         call = self._calls.get(marked_site(x))
         if call is None or call.found or not output.requires_grad:
             return
+        part = part_of(x)
 
         def read(gradient: Tensor) -> None:
-            call.readers.append(sampled_rows(gradient, call.count))
+            call.readers.append((sampled_rows(own_rows_of(gradient, part), call.count), shards))
 
         self._hooks.append(output.register_hook(read))  # type: ignore[no-untyped-call]
 
@@ -216,17 +223,16 @@ class Adaptation(Observer):
             made = [n for n in exact.made if n != "weight"]
             error = sum(_square(coded.made[n] - exact.made[n]) for n in made)
             call.passed_on = sum(_square(exact.made[n]) for n in made)
-            weights = [_product(each, exact.output, call.scale) for each in call.readers]
-            difference = coded.output - exact.output
-            errors = [_product(each, difference, call.scale)[0] for each in call.readers]
+            weights = _products(call, exact.output)
+            errors = _products(call, coded.output - exact.output)
         self._found[call.site.name] = call.found
         call.found.update(
             name=call.site.name,
             is_norm=isinstance(call.site, NormSite),
             bits=_bits(call.site.codec),
-            values=exact.output.shape[-1] * (2 if "up" in exact.made else 1),
+            values=exact.output.shape[-1] * (2 if "up" in exact.made else 1) / call.ranks,
             weights=math.fsum(whole for whole, _ in weights),
-            weight_error=math.fsum(errors),
+            weight_error=math.fsum(whole for whole, _ in errors),
             by_row=math.fsum(rows for _, rows in weights),
             input_error=error / call.passed_on if call.passed_on else 0.0,
             branch=1.0,
@@ -303,6 +309,12 @@ def _kept(name: str, tensor: Tensor, count: int) -> Tensor:
 
 def _square(x: Tensor) -> float:
     return float(x.double().square().sum())
+
+
+def _products(call: _Call, y: Tensor) -> list[tuple[float, float]]:
+    """``_product`` for each reader of a site's output, of all shards of its weight."""
+    found = [(shards, *_product(dy, y, call.scale)) for dy, shards in call.readers]
+    return [(shards * whole, shards * rows) for shards, whole, rows in found]
 
 
 def _product(dy: Tensor, y: Tensor, scale: float) -> tuple[float, float]:

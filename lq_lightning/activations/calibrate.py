@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lq_lightning._compat.modules import tensor_parallel_parameters
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import check_choice
@@ -29,7 +30,6 @@ from .calibration import (
     UnitCalibration,
     average_ranks,
 )
-from .functions import encode_source
 from .gradient_errors import coded_gradients, exact_gradients, gradient_errors, run_backward
 from .install import quantize_activations
 from .measure import SavedByForward, SiteShape, is_measured
@@ -42,6 +42,7 @@ from .recompute import (
     whole_blocks,
 )
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site, policy_kind, sites_of
+from .sources import encode_source
 
 _MAX_ROWS = 16384  # longer inputs are timed in part
 _REPEATS = 3
@@ -243,15 +244,20 @@ def _workspace_nbytes(model: nn.Module, units: Sequence[str]) -> int:
     """
     blocks = whole_blocks(units)
     modules = dict(model.named_modules())
+    shards = {
+        name: mesh.size() if any(p.is_shard() for p in placements) else 1
+        for name, (mesh, placements) in tensor_parallel_parameters(model).items()
+    }
     inside = {id(p) for block in blocks for p in modules[block].parameters()}
     outside = _gradient_nbytes(p for p in model.parameters() if id(p) not in inside)
     largest = 0
     for block in blocks:
         nbytes = 0
-        for p in modules[block].parameters():
+        for name, p in modules[block].named_parameters():
             if p.requires_grad:
                 copies = 2 if isinstance(p, DTensor) else 1
-                nbytes += copies * p.numel() * p.element_size()
+                ranks = shards.get(f"{block}.{name}", 1)
+                nbytes += copies * p.numel() * p.element_size() // ranks
         largest = max(largest, nbytes)
     return outside + largest
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lq_lightning._compat.tensor_parallel import tensor_axis, tensor_shard
 from lq_lightning.foundation.parameters import embeddings
 
 from .policy import ActivationPolicy, Matmul, SiteKind
@@ -78,7 +79,12 @@ class _Float8Layers:
             return "native", "predicts tokens"
         if not self._is_inside(module):
             return "native", "outside of the repeated blocks"
-        if rows % _MULTIPLE or columns % _MULTIPLE:
+        axis, cut = tensor_axis(weight), tensor_shard(weight)
+        shards = 1 if axis is None or cut is None else axis[2]
+        if any(
+            size % (_MULTIPLE * (shards if dim == cut else 1))
+            for dim, size in enumerate(weight.shape)
+        ):
             return "native", f"dimensions are no multiples of {_MULTIPLE}"
         return usual, ""
 

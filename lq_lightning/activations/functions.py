@@ -7,56 +7,37 @@ layers behind it rebuild their input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from typing_extensions import override
+from torch import Tensor, nn
 
 from lq_lightning._compat.float8 import scaled_mm
 from lq_lightning._compat.saved_tensors import (
-    base_of,
-    checkpoint_region,
-    version_of,
     wanted_gradients,
     with_shape,
 )
 from lq_lightning.kernels.activation import (
     OF_POSITIVE_PART,
     activation_backward,
-    activation_dequantize,
     activation_quantize,
 )
-from lq_lightning.kernels.checksum import checksums
 from lq_lightning.kernels.float8 import (
-    activation_dequantize_float8,
-    dequantize_float8,
     float8_cast,
     float8_quantize,
-    norm_dequantize_float8,
 )
 from lq_lightning.kernels.int8 import hadamard_size_of, int8_matmul, int8_quantize
-from lq_lightning.kernels.message import dequantize, parse_format, quantize
-from lq_lightning.kernels.message.matrix import matrix_shape
-from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
+from lq_lightning.kernels.norm import norm_backward, norm_quantize
 
-from .policy import Matmul, SiteKind
+from .policy import Matmul
+from .sources import ActivationCodes, Codes, NormCodes, Shared, Source, as_matrix, attach, observers
 
-_SOURCE = "_lq_source"
 _E4M3 = torch.float8_e4m3fn
 # In shorter sequences, second terms for four rows cost more than they gain.
 _MIN_SEQUENCE = 32
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """View (or copy) a tensor as ``[T, N]`` with a contiguous last dimension."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -81,298 +62,6 @@ def _refuse_second_derivative(name: str) -> None:
             "derivatives (`ActivationPolicy(rules=[ActivationRule(module=...)])`), or call "
             "`remove()` of the handle first."
         )
-
-
-Tensors = tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True)
-class Codes:
-    """Constants of a source; with its saved tensors they give the value back.
-
-    The number of rows is not among them: a graph that is compiled for any batch does not know it.
-
-    Attributes:
-        numel: values in a row.
-        format: ``MessageFormat`` of the messages among the tensors, as a string.
-    """
-
-    numel: int
-    format: str
-
-    def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
-        """Return the value, ``[rows, N]`` of ``dtype``."""
-        raise NotImplementedError
-
-    def rebuild_float8(self, tensors: Tensors, rows: int, scale: Tensor) -> Tensor:
-        """Return the value divided by ``scale`` as E4M3, transposed and padded: ``[N, T16]``."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class NormCodes(Codes):
-    """Output of a normalization layer; tensors: message, rstd, weight, bias."""
-
-    kind: str
-    x_dtype: torch.dtype
-
-    @override
-    def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
-        y: Tensor = norm_dequantize(
-            *tensors, self.numel, self.kind, self.format, dtype, self.x_dtype
-        )
-        return y
-
-    @override
-    def rebuild_float8(self, tensors: Tensors, rows: int, scale: Tensor) -> Tensor:
-        y: Tensor = norm_dequantize_float8(*tensors, self.numel, self.kind, self.format, scale)
-        return y
-
-
-@dataclass(frozen=True)
-class ActivationCodes(Codes):
-    """Output of an activation function, times the other factor if gated.
-
-    Tensors: the messages of the input and of the other factor (``[0, 0]`` if not gated).
-    """
-
-    activation: str
-
-    @override
-    def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
-        y: Tensor = activation_dequantize(
-            *tensors, rows, self.numel, self.activation, self.format, dtype
-        )
-        return y
-
-    @override
-    def rebuild_float8(self, tensors: Tensors, rows: int, scale: Tensor) -> Tensor:
-        y: Tensor = activation_dequantize_float8(
-            *tensors, rows, self.numel, self.activation, self.format, scale
-        )
-        return y
-
-
-@dataclass(frozen=True)
-class MatrixCodes(Codes):
-    """A tensor encoded by itself; tensors: its message."""
-
-    @override
-    def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
-        (message,) = tensors
-        if message is None:
-            raise AssertionError("a matrix is rebuilt from its message")
-        _, numel = matrix_shape(parse_format(self.format), rows, self.numel)
-        y: Tensor = dequantize(message.unsqueeze(0), numel, self.format, 1.0, dtype)
-        return y.view(rows, self.numel)
-
-    @override
-    def rebuild_float8(self, tensors: Tensors, rows: int, scale: Tensor) -> Tensor:
-        y: Tensor = dequantize_float8(*tensors, rows, self.numel, self.format, scale)
-        return y
-
-
-class Shared:
-    """A rebuilt tensor that several linear layers read one after the other in one backward.
-
-    Held from the first reader to the last; readers are the layers that found the same source. If
-    one of them takes no part in a backward, it is held until the graph is freed. Compiled graphs
-    merge equal calls by themselves.
-    """
-
-    __slots__ = ("_key", "_remaining", "_value", "consumers", "was_read")
-
-    def __init__(self) -> None:
-        self.consumers = 0
-        self.was_read = False  # by a backward
-        self._remaining = 0
-        self._key: Any = None
-        self._value: Tensor | None = None
-
-    def get(self, key: Any, build: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor, which ``build`` makes once per ``key``; the last reader drops it."""
-        self.was_read = True
-        if self._value is None or self._key != key:
-            value = build()
-            if self.consumers < 2 or self._value is not None:
-                return value
-            self._key, self._value, self._remaining = key, value, self.consumers
-        else:
-            value = self._value
-        self._remaining -= 1
-        if self._remaining == 0:
-            self._value = None
-        return value
-
-
-@dataclass
-class Source:
-    """How to rebuild a tensor in backward; attached to that tensor.
-
-    A linear layer that finds one saves the source's tensors, which the producer saves anyway,
-    instead of its input. A source lives as long as the output that it is attached to, and holds
-    codes only: it does not keep that output alive.
-
-    Attributes:
-        codes: constants of the rebuild.
-        tensors: messages and statistics, without gradients.
-        amax: fp32 ``[1]``, the largest magnitude of the tensor; ``[0]`` if it was not asked for.
-        version: version of the tensor, so that a later in-place change is noticed.
-        shared: the rebuilt tensor in the backward of eager code; None in a trace.
-        region: the checkpointed region that made the tensor; None outside of any.
-        operands: by precision of forward products: the length of sequences in INT8, and the tensor
-            as quantized operand, once a layer has made it for the others of the same forward.
-        bits: site that made the tensor, and checksum of the tensor, in the site's first call.
-    """
-
-    codes: Codes
-    tensors: Tensors
-    amax: Tensor
-    version: int = 0
-    shared: Shared | None = None
-    region: ref[Callable[[Tensor], Any]] | None = None
-    operands: dict[str, tuple[int, tuple[Tensor, ...]]] = field(default_factory=dict)
-    bits: tuple[str, int] | None = None
-
-
-def attach(tensor: Tensor, source: Source) -> None:
-    """Attach a source to a tensor."""
-    source.version = version_of(tensor)
-    setattr(tensor, _SOURCE, source)
-    if torch.compiler.is_compiling():
-        return
-    source.shared = Shared()
-    region = checkpoint_region()
-    source.region = None if region is None else ref(region)
-    base = base_of(tensor)
-    if base is not None and has_same_rows(tensor, base):
-        setattr(base, _SOURCE, source)
-
-
-def source_of(tensor: Tensor) -> Source | None:
-    """Return the source of a tensor; None if it has none or was changed since.
-
-    A view shares the source of its base, if it has all rows of the base in their order, such as
-    ``x.flatten(0, 1)`` or ``x[:, slice(None)]``. Not in compiled code.
-
-    Raises:
-        RuntimeError: in the first call of the site that made the tensor: its bits have changed
-            though its version has not.
-    """
-    source: Source | None = getattr(tensor, _SOURCE, None)
-    holder = tensor
-    if source is None:
-        if torch.compiler.is_compiling():
-            return None
-        base = base_of(tensor)
-        source = None if base is None else getattr(base, _SOURCE, None)
-        if base is None or source is None or not has_same_rows(tensor, base):
-            return None
-        holder = base
-    if version_of(tensor) != source.version or not _is_seen_twice(source):
-        return None
-    # Batches, received buffers and FSDP2's parameters are filled anew after a backward, unseen.
-    if source.shared is not None and source.shared.was_read and holder.grad_fn is None:
-        return None
-    if source.bits is not None and _bits_can_be_read(tensor):
-        name, expected = source.bits
-        if _checksum(tensor.detach()) != expected:
-            raise RuntimeError(
-                f"A tensor that is rebuilt from the code of `{name}` was changed in a way that "
-                "autograd does not see (`.data`, NumPy, a kernel of another library): layers would "
-                "compute with the values before the change. Change it with an operation of torch "
-                "(`h = h * 2` or `h.mul_(2)`), or exclude the module: "
-                f"`ActivationPolicy(rules=[ActivationRule(module={name!r})])`."
-            )
-    return source
-
-
-def remember_bits(tensor: Tensor, name: str) -> bool:
-    """Let ``source_of`` compare a tensor's bits, which site ``name`` made; False if it cannot."""
-    if type(tensor) is not Tensor or tensor.is_meta or not _bits_can_be_read(tensor):
-        return False
-    source: Source = getattr(tensor, _SOURCE)
-    source.bits = name, _checksum(tensor.detach())
-    return True
-
-
-def _bits_can_be_read(tensor: Tensor) -> bool:
-    """Whether a number can be read from a tensor now: not in a trace, nor in a CUDA graph."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-# One operator, so that neither dispatch modes nor checkpoints see what it is made of.
-@torch.library.custom_op(
-    "lq_lightning::activation_checksum", mutates_args=(), schema="(Tensor x) -> SymInt"
-)
-def _checksum(x: Tensor) -> int:
-    return int(checksums([x.contiguous()])[0])
-
-
-def _is_seen_twice(source: Source) -> bool:
-    """Whether the running checkpointed region, if any, finds the source in its second run too.
-
-    The arguments of the region come back without what is attached to them, and both runs have to
-    save alike.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    region = checkpoint_region()
-    return region is None or (source.region is not None and source.region() is region)
-
-
-def has_same_rows(view: Tensor, base: Tensor) -> bool:
-    """Return whether a view has all rows of its base, in their order."""
-    whole = view.numel() == base.numel() and view.shape[-1:] == base.shape[-1:]
-    return whole and view.is_contiguous() and base.is_contiguous() and view.dtype == base.dtype
-
-
-class Observer:
-    """Base of observers of sites in eager code, between ``start`` and ``stop``.
-
-    One of each class at a time. Compiled graphs contain no calls of observers.
-    """
-
-    __slots__ = ()
-
-    def start(self) -> None:
-        """Observe from now on, in place of any other observer of this class."""
-        _observers[type(self)] = self
-
-    def stop(self) -> None:
-        """Stop; does nothing if another one observes."""
-        if _observers.get(type(self)) is self:
-            del _observers[type(self)]
-
-    def code(
-        self,
-        kind: SiteKind,
-        x: Tensor,
-        message: Tensor,
-        format: str,
-        *,
-        positive: bool = False,
-        centred: bool = False,
-    ) -> None:
-        """Called with a code of ``x``; ``positive``: only positive values matter; ``centred``: the
-        code is of ``x`` less the mean of each row.
-        """
-
-    def call(self, site: Any, output: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
-        """Called with what a norm, an activation function or an MLP encodes and returns."""
-
-    def reader(self, x: Tensor, output: Tensor) -> None:
-        """Called with input and output of a linear layer that has a weight gradient."""
-
-
-_observers: dict[type[Observer], Observer] = {}
-
-
-def observers() -> Iterable[Observer]:
-    """Return the running observers; none in compiled code."""
-    return () if torch.compiler.is_compiling() else _observers.values()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -577,7 +266,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if wanted_weight:
 
             def rebuild() -> Tensor:
-                value: Tensor = ctx.codes.rebuild(tuple(tensors), dy.shape[0], dtype)
+                codes = ctx.codes.of(ctx.x_shape)
+                value: Tensor = codes.rebuild(tuple(tensors), dy.shape[0], dtype)
                 return value
 
             x = rebuild() if ctx.shared is None else ctx.shared.get(dtype, rebuild)
@@ -588,17 +278,6 @@ class _QuantizedLinear(torch.autograd.Function):
         if wanted_bias:
             dbias = dy.sum(0).to(ctx.bias_dtype)
         return (dx, dweight, dbias, None, None, None, *(None for _ in tensors))
-
-
-def encode_source(x: Tensor, format: str, kind: SiteKind = "linear") -> Source:
-    """Encode a tensor ``[..., N]`` without a source."""
-    rows = as_matrix(x.detach())
-    shape = matrix_shape(parse_format(format), *rows.shape)
-    message = quantize(rows.reshape(shape), None, format, 0)
-    for each in observers():
-        each.code(kind, x, message, format)
-    codes = MatrixCodes(rows.shape[1], format)
-    return Source(codes, (message,), message.new_empty(0, dtype=torch.float32))
 
 
 def _cast_weight(
@@ -701,7 +380,8 @@ class _Float8Linear(torch.autograd.Function):
                     x = as_matrix(kept[0])
                     columns: Tensor = float8_cast(x, scale * 448.0, False, True)[1]
                 else:
-                    columns = ctx.codes.rebuild_float8(tuple(kept), dy.shape[0], scale)
+                    codes = ctx.codes.of(ctx.x_shape)
+                    columns = codes.rebuild_float8(tuple(kept), dy.shape[0], scale)
                 return columns
 
             columns = rebuild() if ctx.shared is None else ctx.shared.get(_E4M3, rebuild)
@@ -782,3 +462,53 @@ def linear(
                 x, weight, bias, codes, shared, dtype, matmul, len(operand), *operand, *tensors
             )
     return with_shape(y, (*x.shape[:-1], weight.shape[0]))  # here: it may be changed in place
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def self_attention(
+    module: nn.MultiheadAttention,
+    projected: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """``nn.MultiheadAttention`` of a tensor with itself, from projected queries, keys and values.
+
+    ``projected`` is ``[B, L, 3 * E]`` if ``module.batch_first``, else ``[L, B, 3 * E]``; ``[L, 3 *
+    E]`` without a batch. Returns the shape of ``projected``, with ``E`` channels.
+    """
+    heads = module.num_heads
+    batched = projected.dim() == 3
+    x = projected if batched else projected.unsqueeze(0)
+    if batched and not module.batch_first:
+        x = x.transpose(0, 1)
+    batch, length = x.shape[:2]
+    shape = (batch, length, heads, x.shape[-1] // (3 * heads))
+    q, k, v = (part.reshape(shape).transpose(1, 2) for part in x.chunk(3, dim=-1))
+    if is_causal and key_padding_mask is None:
+        mask = None
+    else:
+        is_causal, mask = False, None
+        if attn_mask is not None:
+            mask = _additive(attn_mask, q.dtype)
+            mask = mask.view(batch, heads, length, length) if mask.dim() == 3 else mask
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, length)
+            mask = padding if mask is None else mask + padding
+    p = module.dropout if module.training else 0.0
+    mixed = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
+    # Same strides as the module's own output, so that dropout behind it draws the same mask.
+    y = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
+    if not batched:
+        y = y.squeeze(1)
+    elif module.batch_first:
+        y = y.transpose(0, 1)
+    result: Tensor = y
+    return result

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lq_lightning._compat.layouts import held_by
 from lq_lightning.kernels.activation import (
     activation_backward,
     activation_dequantize,
@@ -21,11 +22,12 @@ from lq_lightning.kernels.activation import (
 )
 from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
 
-from .functions import as_matrix, encode_source
 from .measure import mark_output, marked_site, measured_site
+from .parallel import local_gradient, output_placements
 from .policy import CODECS, fit_codec
 from .recognize import ACTIVATIONS
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
+from .sources import as_matrix, encode_source, own_rows_of, part_of
 
 _GOLDEN = 0.6180339887498949
 Errors = dict[str, dict[str, float]]  # by codec, by gradient
@@ -80,7 +82,8 @@ def run_backward(
         stack.callback(outputs.clear)  # breaks a cycle: the graph's hooks may refer to this list
         for module in filter(measured_site, model.modules()):
             stack.enter_context(module.register_forward_pre_hook(before))
-            stack.enter_context(module.register_forward_hook(after))
+            # before hooks that place the output: gradients are those of whole tensors or of shards
+            stack.enter_context(module.register_forward_hook(after, prepend=True))
         loss = run()
         listening = False
         if not loss.requires_grad:
@@ -263,7 +266,7 @@ class _Recorder:
                         self.parts.setdefault(id(child), (site.name, role))
 
     def sample(self, x: Tensor) -> Tensor:
-        return sampled_rows(x, self.max_rows)
+        return sampled_rows(held_by(x), self.max_rows)
 
     def record(self, site: Site) -> _Record | None:
         if site.name not in self.candidates or site.name in self.records:
@@ -278,10 +281,12 @@ class _Recorder:
             return
         record.is_watched = True
         if output.requires_grad:
-            output.register_hook(partial(self.measure, record))  # type: ignore[no-untyped-call]
+            measure = partial(self.measure, record, output_placements(output))
+            output.register_hook(measure)  # type: ignore[no-untyped-call]
             self.outputs.append(get_gradient_edge(output))
 
-    def measure(self, record: _Record, gradient: Tensor) -> None:
+    def measure(self, record: _Record, placed: Any, gradient: Tensor) -> None:
+        gradient = local_gradient(gradient, placed)
         with torch.autocast(gradient.device.type, enabled=False), torch.no_grad():
             self.errors[record.site.name] = record.errors(self.sample(gradient))
         record.tensors.clear()
@@ -304,7 +309,8 @@ class _Recorder:
             if isinstance(site, NormSite):
                 for name, key in (("weight", site.weight), ("bias", site.bias)):
                     p = None if key is None else getattr(module, key)
-                    record.tensors[name] = None if p is None else p.detach().clone().float()
+                    values = None if p is None else held_by(p).detach()
+                    record.tensors[name] = None if values is None else values.clone().float()
                     if p is None or not p.requires_grad:
                         record.unwanted.add(name)
                 if not x.requires_grad:
@@ -334,8 +340,10 @@ class _Recorder:
         wanted = output.requires_grad and weight.requires_grad
         if reader is not None and wanted and site.name not in reader.heard:
             reader.heard.add(site.name)
+            placed, part = output_placements(output), part_of(x)
 
             def read(gradient: Tensor) -> None:
+                gradient = own_rows_of(local_gradient(gradient, placed), part)
                 reader.readers[site.name] = self.sample(gradient)
 
             output.register_hook(read)  # type: ignore[no-untyped-call]

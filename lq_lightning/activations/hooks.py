@@ -19,6 +19,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lq_lightning._compat.layouts import held_by
 from lq_lightning._compat.saved_tensors import (
     Hooks,
     base_of,
@@ -33,9 +34,9 @@ from lq_lightning._compat.saved_tensors import (
 from lq_lightning.foundation.nested import tensors_in
 from lq_lightning.foundation.parameters import is_copy_of_parameter
 
-from .functions import Codes, encode_source
 from .policy import SiteKind
 from .rounding import Normalized, Sides, Use, find_uses, watch_region
+from .sources import Codes, encode_source
 
 if TYPE_CHECKING:
     from .sites import HookSite
@@ -55,7 +56,8 @@ class WeightStorages:
 
     def __init__(self, model: nn.Module, extra: tuple[Tensor, ...] = ()) -> None:
         tensors = (*model.parameters(), *model.buffers(), *extra)
-        self._storages = {storage_key(t) for t in tensors if has_storage(t)}
+        held = map(held_by, tensors)
+        self._storages = {storage_key(t) for t in held if has_storage(t)}
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, a view of one, or a cast of one.
@@ -66,7 +68,7 @@ class WeightStorages:
         """
         if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
             return True
-        if storage_key(tensor) in self._storages:
+        if storage_key(held_by(tensor)) in self._storages:
             return True
         return is_copy_of_parameter(tensor)
 

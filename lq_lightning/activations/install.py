@@ -7,19 +7,25 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+
+from lq_lightning._compat.modules import tensor_parallel_parameters
 
 from .adaptation import MAX_ERROR, Adaptation
 from .find import Unsupported, find_sites
 from .hooks import pack_around_checkpoint, unpack_around_checkpoint
 from .measure import SavedTensors
+from .parallel import carry_sources, has_layout, stop_carrying
 from .policy import ActivationPolicy, ActivationRule, SiteKind, resolve_policy
 from .recompute import install_recomputation, remove_recomputation
 from .report import ActivationReport, make_report, without_sites
 from .sites import (
     HookSite,
+    LinearSite,
+    NormSite,
     Site,
     install_site,
     is_checkpointed,
@@ -36,6 +42,13 @@ def _kind(module: nn.Module, site: Site) -> SiteKind | None:
     if kind == "checkpoint" and not is_checkpointed(module):
         return None
     return kind
+
+
+def _layer(site: Site | None) -> str:
+    """Kind of layer for ``has_layout``, empty for all that computes with no shards."""
+    if isinstance(site, LinearSite):
+        return "transposed" if site.transposed else "linear"
+    return "norm" if isinstance(site, NormSite) else ""
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -122,6 +135,7 @@ class QuantizedActivations:
             if isinstance(found.site, HookSite) and found.site.kind == "checkpoint":
                 pack_around_checkpoint(found.module, found.site)
         self._recomputed = install_recomputation(model, policy)
+        self.follow_layouts()
 
     def apply(self, policy: ActivationPolicy) -> None:
         """Keep activations by another policy from the next forward pass on.
@@ -219,6 +233,24 @@ class QuantizedActivations:
         """
         return make_report(self._found, self._unsupported, before, after)
 
+    def follow_layouts(self) -> None:
+        """Let codes pass the hooks of ``parallelize_module``: call it again if that comes later."""
+        carry_sources(self.model)
+
+    def native_shards(self) -> list[str]:
+        """Tensor-parallel parameters of modules that keep and compute what torch does."""
+        owners: dict[str, dict[str, Any]] = {}
+        for name, where in tensor_parallel_parameters(self.model).items():
+            owner, _, key = name.rpartition(".")
+            owners.setdefault(owner, {})[key] = (self.model.get_parameter(name), *where)
+        native = []
+        for owner, tensors in owners.items():
+            module = self.model.get_submodule(owner)
+            kind = _layer(site_of(module))
+            if not isinstance(module, nn.Embedding) and not (kind and has_layout(kind, tensors)):
+                native += [f"{owner}.{key}" for key in tensors]
+        return native
+
     def forget_absent(self) -> None:
         """Forget modules that have left the model since, such as layers of other stages."""
         present = {id(module) for module in self.model.modules()}
@@ -231,6 +263,7 @@ class QuantizedActivations:
         for found in self._found:
             unpack_around_checkpoint(found.module)
             remove_site(found.module, found.site)
+        stop_carrying(self.model)
 
 
 def quantize_activations(

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
+from lq_lightning._compat.layouts import held_by
 from lq_lightning._compat.saved_tensors import (
     base_of,
     running_modules,
@@ -22,12 +22,10 @@ from lq_lightning._compat.saved_tensors import (
 )
 
 from .calibration import KeptTensors, Saver
-from .functions import MatrixCodes, Observer, has_same_rows
 from .hooks import WeightStorages
 from .policy import SiteKind
 from .sites import ActivationSite, FunctionSite, LinearSite, MLPSite, NormSite, Site, site_of
-
-_MARK = "_lq_calibrated_site"
+from .sources import MARK, MatrixCodes, Observer, has_same_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,15 +90,16 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:  # sparse tensors have no storage to identify
             return tensor
-        key = storage_key(tensor)
+        held = held_by(tensor)
+        key = storage_key(held)
         if key not in self._seen and not self._weights.holds(tensor):
-            self._seen[key] = tensor.detach()  # keeps a later storage from reusing the address
+            self._seen[key] = held.detach()  # keeps a later storage from reusing the address
             names = (self._names.get(id(module)) for module in running_modules())
             self.storages.append(
                 SavedTensor(
-                    nbytes=tensor.untyped_storage().nbytes(),
-                    dtype=tensor.dtype,
-                    shape=tuple(tensor.shape),
+                    nbytes=held.untyped_storage().nbytes(),
+                    dtype=held.dtype,
+                    shape=tuple(held.shape),
                     module=next((name for name in names if name is not None), None),
                 )
             )
@@ -172,7 +171,7 @@ def measured_site(module: nn.Module) -> Site | None:
 def mark_output(output: Any, name: str) -> None:
     """Remember which site made a tensor."""
     if isinstance(output, Tensor):
-        setattr(output, _MARK, name)
+        setattr(output, MARK, name)
 
 
 def marked_site(x: Any) -> str:
@@ -180,9 +179,9 @@ def marked_site(x: Any) -> str:
     if not isinstance(x, Tensor):
         return ""
     base = base_of(x)
-    if base is not None and not hasattr(x, _MARK) and has_same_rows(x, base):
+    if base is not None and not hasattr(x, MARK) and has_same_rows(x, base):
         x = base
-    return getattr(x, _MARK, "")
+    return getattr(x, MARK, "")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -204,10 +203,6 @@ class SiteShape:
         self.calls += 1
         self.rows += x.numel() // max(1, x.shape[-1])
         self.numel, self.dtype, self.device = x.shape[-1], x.dtype, x.device
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class SavedByForward:
@@ -264,17 +259,19 @@ class SavedByForward:
                 hooks.enter_context(unit.register_forward_hook(self._leave_unit))
             for module in filter(measured_site, model.modules()):
                 hooks.enter_context(module.register_forward_pre_hook(self._enter_site))
-                hooks.enter_context(module.register_forward_hook(self._leave_site))
+                # before hooks that place the output
+                leave = module.register_forward_hook(self._leave_site, prepend=True)
+                hooks.enter_context(leave)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse))
             run()
 
     def _constant(self, module: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            reference = storage_reference(_local(tensor))
+            reference = storage_reference(held_by(tensor))
             self._constants[reference.cdata] = reference
 
     def _save(self, tensor: Tensor, saver: Saver) -> None:
-        local = _local(tensor)
+        local = held_by(tensor)
         reference = storage_reference(local)
         if isinstance(tensor, nn.Parameter) or reference.cdata in self._constants:
             return
@@ -307,9 +304,10 @@ class SavedByForward:
             if name != site.name and weight.requires_grad:
                 self._shape(name).readers.append(site.name)
         if x is not None and not isinstance(site, MLPSite) and name == site.name:
-            self._shape(name).add(x)
+            own = site.encoded(module, x) if isinstance(site, LinearSite) else held_by(x)
+            self._shape(name).add(own)
         if x is not None and id(module) in self._down:
-            self._shape(name).add(x)
+            self._shape(name).add(held_by(x))
         self._sites.append(name)
 
     def _leave_site(self, module: nn.Module, args: Any, output: Any) -> None:

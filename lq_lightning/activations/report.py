@@ -16,7 +16,6 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.kernels.message.matrix import matrix_shape
 
 from .find import Found, Unsupported
-from .functions import MatrixCodes, Source, attach
 from .measure import SavedTensors
 from .policy import CODECS, fit_codec
 from .sites import (
@@ -30,6 +29,7 @@ from .sites import (
     is_checkpointed,
     policy_kind,
 )
+from .sources import MatrixCodes, Source, attach
 
 _TOKENS = 128
 _OUTSIDE = "outside"

@@ -15,36 +15,46 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lq_lightning._compat.layouts import held_by
 from lq_lightning._compat.modules import has_global_hooks, is_sharded
 from lq_lightning._compat.saved_tensors import has_storage
 from lq_lightning.codecs import CodecSpec
 
 from .binding import Attached, bind_forward, unbind_forward
-from .functions import (
-    NormLayer,
+from .functions import NormLayer, linear, quantized_activation, quantized_norm, self_attention
+from .hooks import Regions, pack_around_checkpoint, run_packed
+from .parallel import (
+    Layout,
+    as_placed,
+    linear_of_shards,
+    local,
+    norm_layout,
+    own_rows,
+    pointwise,
+    product_layout,
+    replicated,
+    replicated_source,
+)
+from .policy import Matmul, SiteKind, fit_codec, is_worth_a_code
+from .sources import (
+    ALONE,
+    ORIGIN,
     Source,
     attach,
     encode_source,
-    linear,
     observers,
-    quantized_activation,
-    quantized_norm,
     remember_bits,
     source_of,
 )
-from .hooks import Regions, pack_around_checkpoint, run_packed
-from .policy import Matmul, SiteKind, fit_codec, is_worth_a_code
 
 DIMS = (2, 3, 4, 5)  # numbers of dimensions for which recognition proves a site
 _SITE = "_lq_site"
 _FUNCTION = "_lq_function"
-_ALONE = "_lq_format"  # marks dropout's output, which nobody else saves: a code of it saves memory
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _VALUES = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, type, range, slice,
@@ -257,7 +267,7 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in _FLOATS and has_storage(x)
+    return isinstance(x, Tensor) and x.dtype in _FLOATS and has_storage(held_by(x))
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
@@ -331,6 +341,15 @@ class Site(Attached):
             )
         return False
 
+    def leave(self, module: nn.Module) -> None:
+        """Warn once that the module runs as it is: how its tensors are placed is not known."""
+        if not torch.compiler.is_compiling() and not self.doubted:
+            self.doubted = True
+            rank_zero_warn(
+                f"`{self.name}` ({type(module).__name__}) is tensor-parallel in a way that is not "
+                "known, or in parts of several sizes. It runs its own forward, without codes."
+            )
+
     def takes(self, x: Any) -> bool:
         """Return whether the site is to keep codes of an input."""
         return self.enabled and self.codec is not None and _is_plain(x) and x.dim() in DIMS
@@ -343,10 +362,10 @@ class Site(Attached):
         known = not torch.compiler.is_compiling() and (codec, x.shape[-1]) in self.formats
         return known or is_worth_a_code(codec, x.shape[-1])
 
-    def note(self, output: Tensor, **tensors: Tensor | None) -> None:
+    def note(self, output: Tensor, ranks: int = 1, **tensors: Tensor | None) -> None:
         """Show observers what the site encodes and returns; watch the bits of its first output."""
         for each in observers():
-            each.call(self, output, tensors)
+            each.call(self, output, tensors, ranks)
         self.watch(output)
 
     def watch(self, tensor: Tensor) -> None:
@@ -375,17 +394,26 @@ class NormSite(Site):
 
     @override
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        x = _only(args, kwargs)
+        x = given = _only(args, kwargs)
         weight, bias = (None if n is None else getattr(module, n) for n in (self.weight, self.bias))
-        plain = self.encodes(x) and x.shape[-1] == self.size and not isinstance(weight, DTensor)
-        if not plain or not _needs_gradient(x, weight, bias) or not self.stands(module):
+        known = self.encodes(x) and x.shape[-1] == self.size
+        if not known or not _needs_gradient(x, weight, bias) or not self.stands(module):
             return self.original(module, *args, **kwargs)
+        layout, ranks = None, 1
+        if any(isinstance(t, DTensor) for t in (x, weight, bias)):
+            layout = norm_layout(x, weight, bias)
+            if layout is None:
+                self.leave(module)
+                return self.original(module, *args, **kwargs)
+            x, weight = local(x), local(weight, layout.weight)
+            bias, ranks = local(bias, layout.bias), given.device_mesh.size()
+            setattr(x, ORIGIN, getattr(given, ORIGIN, x))  # has the gradient of all its readers
         format = self.format(x.shape[-1])
         # FSDP2 frees the parameters of a norm before the backward of a linear layer in another unit
         copies = is_sharded(module)
         y = quantized_norm(x, weight, bias, self.layer, format, amax=self.amax, copies=copies)
-        self.note(y, x=x, weight=weight, bias=bias)
-        return y
+        self.note(y, ranks if layout and layout.weight else 1, x=x, weight=weight, bias=bias)
+        return y if layout is None else as_placed(y, given, layout.output)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -398,12 +426,14 @@ class ActivationSite(Site):
     @override
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = _only(args, kwargs)
-        if not self.encodes(x) or not _needs_gradient(x) or not self.stands(module):
-            return self.original(module, *args, **kwargs)
-        return self.activated(x)
+        wanted = self.encodes(x) and _needs_gradient(x) and self.stands(module)
+        y = self.activated(x) if wanted else None
+        return self.original(module, *args, **kwargs) if y is None else y
 
-    def activated(self, x: Tensor) -> Tensor:
-        """Return the function's value, keeping a code of ``x``."""
+    def activated(self, x: Tensor) -> Tensor | None:
+        """Return the function's value, keeping a code of ``x``; None where that is not known."""
+        if isinstance(x, DTensor):
+            return pointwise(self.activated, x)
         format = self.format(x.shape[-1])
         y = quantized_activation(x, None, self.activation, format, amax=self.amax)
         self.note(y, x=x)
@@ -423,8 +453,9 @@ class FunctionSite(ActivationSite):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the function."""
         x = _only(args, kwargs)
-        if self.encodes(x) and _needs_gradient(x):
-            return self.activated(x)
+        y = self.activated(x) if self.encodes(x) and _needs_gradient(x) else None
+        if y is not None:
+            return y
         if self.previous is None:
             raise AssertionError("the function that a site took the place of")
         return self.previous(*args, **kwargs)
@@ -466,10 +497,21 @@ class MLPSite(Site):
                 dtype = torch.promote_types(gate.dtype, up.dtype)
                 shape = torch.broadcast_shapes(gate.shape, up.shape)  # type: ignore[no-untyped-call]
                 gate, up = gate.to(dtype).expand(shape), up.to(dtype).expand(shape)
+        factors = (gate,) if up is None else (gate, up)
+        if isinstance(gate, DTensor):
+            inner = pointwise(self.activated, *factors)
+            if inner is None:
+                inner = pointwise(self.activated, *map(replicated, factors))
+        else:
+            inner = self.activated(*factors)
+        return getattr(module, self.down)(inner)
+
+    def activated(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """Return the input of the last projection, keeping codes of its factors."""
         format = self.format(gate.shape[-1])
         inner = quantized_activation(gate, up, self.activation, format, amax=self.amax)
         self.note(inner, gate=gate, up=up)
-        return getattr(module, self.down)(inner)
+        return inner
 
 
 def _linear(
@@ -502,24 +544,42 @@ class LinearSite(Site):
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = module.bias  # type: ignore[assignment]
         float8 = self.matmul != "native" and (torch.is_grad_enabled() or module.training)
-        plain = self.enabled and _is_plain(x) and not isinstance(weight, DTensor)
-        source = self.source(x) if plain and _needs_gradient(weight) else None
+        plain, layout = self.enabled and _is_plain(x), None
+        if plain and any(isinstance(t, DTensor) for t in (x, weight)):
+            layout = product_layout(x, weight, bias, self.transposed)
+            plain = layout is not None
+            if not plain and (float8 or self.codec is not None or source_of(x) is not None):
+                self.leave(module)
+        source = self.source(x, layout, float8) if plain and _needs_gradient(weight) else None
         if not plain or (source is None and not float8):
             return self.original(module, *args, **kwargs)
-        weight = weight.t() if self.transposed else weight
-        return _linear(x, weight, bias, source, self.matmul if float8 else "native")
+        matmul: Matmul = self.matmul if float8 else "native"
+        if layout is not None:
+            return linear_of_shards(x, weight, bias, self.transposed, layout, source, matmul)
+        return _linear(x, weight.t() if self.transposed else weight, bias, source, matmul)
 
-    def source(self, x: Tensor) -> Source | None:
-        """Source of the input, made now if a code for this layer alone saves memory."""
+    def encoded(self, module: Any, x: Tensor) -> Tensor:
+        """The values that a code for this layer alone would be of."""
+        layout = product_layout(x, module.weight, module.bias, self.transposed)
+        return own_rows(x) if layout is not None and layout.shares_input else held_by(x)
+
+    def source(self, x: Tensor, layout: Layout | None, float8: bool) -> Source | None:
+        """Source of the input, made now if a code for this layer alone saves memory.
+
+        FP8 products save an input that is the same on all ranks in parts, if it has no code.
+        """
         source = source_of(x)
         if source is not None:
             return source
-        format: str | None = getattr(x, _ALONE, None)
+        format: str | None = getattr(x, ALONE, None)
         if format is None and self.codec is not None:
-            format = self.format(x.shape[-1])
-        if format is None:
+            format = self.format(local(x).shape[-1])
+        if layout is not None and layout.shares_input and (format is not None or float8):
+            source = replicated_source(x, format)
+        elif format is not None:
+            source = encode_source(local(x), format)
+        else:
             return None
-        source = encode_source(x, format)
         attach(x, source)  # for other layers that read it
         self.watch(x)
         return source
@@ -537,7 +597,7 @@ class DropoutSite(Site):
             return x  # the original's result would have no source in a trace
         result = self.original(module, *args, **kwargs)
         if source is not None:
-            setattr(result, _ALONE, source.codes.format)
+            setattr(result, ALONE, source.codes.format)
         return result
 
 
@@ -599,7 +659,7 @@ class MultiheadSite(HookSite):
         if source is None or isinstance(weight, DTensor) or not _takes(module, kwargs):
             return HookSite.forward(self, module, query, key, value, *args, **kwargs)
         projected = _linear(query, weight, module.in_proj_bias, source, self.matmul)
-        return _self_attention(module, projected, **kwargs), None
+        return self_attention(module, projected, **kwargs), None
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -618,7 +678,7 @@ _ATTENTION_OPTIONS = {
 
 
 def _takes(module: nn.MultiheadAttention, options: Mapping[str, Any]) -> bool:
-    """Whether ``_self_attention`` computes what the module would with these options."""
+    """Whether ``self_attention`` computes what the module would with these options."""
     return (
         not options.get("need_weights", True)
         and module.in_proj_weight is not None
@@ -626,56 +686,6 @@ def _takes(module: nn.MultiheadAttention, options: Mapping[str, Any]) -> bool:
         and not module.add_zero_attn
         and options.keys() <= _ATTENTION_OPTIONS
     )
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
-
-
-def _self_attention(
-    module: nn.MultiheadAttention,
-    projected: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """``nn.MultiheadAttention`` of a tensor with itself, from projected queries, keys and values.
-
-    ``projected`` is ``[B, L, 3 * E]`` if ``module.batch_first``, else ``[L, B, 3 * E]``; ``[L, 3 *
-    E]`` without a batch. Returns the shape of ``projected``, with ``E`` channels.
-    """
-    heads = module.num_heads
-    batched = projected.dim() == 3
-    x = projected if batched else projected.unsqueeze(0)
-    if batched and not module.batch_first:
-        x = x.transpose(0, 1)
-    batch, length = x.shape[:2]
-    shape = (batch, length, heads, x.shape[-1] // (3 * heads))
-    q, k, v = (part.reshape(shape).transpose(1, 2) for part in x.chunk(3, dim=-1))
-    if is_causal and key_padding_mask is None:
-        mask = None
-    else:
-        is_causal, mask = False, None
-        if attn_mask is not None:
-            mask = _additive(attn_mask, q.dtype)
-            mask = mask.view(batch, heads, length, length) if mask.dim() == 3 else mask
-        if key_padding_mask is not None:
-            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, length)
-            mask = padding if mask is None else mask + padding
-    p = module.dropout if module.training else 0.0
-    mixed = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
-    # Same strides as the module's own output, so that dropout behind it draws the same mask.
-    y = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
-    if not batched:
-        y = y.squeeze(1)
-    elif module.batch_first:
-        y = y.transpose(0, 1)
-    result: Tensor = y
-    return result
 
 
 def site_of(module: nn.Module) -> Site | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import math
 import warnings
 from collections.abc import Mapping
@@ -18,12 +17,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lq_lightning._compat.float8 import float8_matmul_available
-from lq_lightning._compat.modules import tensor_parallel_parameters
 from lq_lightning._compat.torch import recompile_limit
 from lq_lightning.activations import (
     ActivationPlan,
     ActivationPolicy,
-    ActivationRule,
     MemoryBudget,
     QuantizedActivations,
     plan_activations,
@@ -166,7 +163,8 @@ class ActivationQuantization(Callback):
 
     Works with ``strategy="quantized_fsdp"``, ``"ddp"``, ``ModelParallelStrategy`` and on a single
     device, with layers made in ``__init__``, ``setup`` or ``configure_model``, before or after
-    ``fully_shard``. Modules with tensor-parallel weights are left as they are.
+    ``parallelize_module`` and ``fully_shard``. Ranks of a tensor-parallel group keep codes of their
+    own tokens, and gather them in backward where a layer read the tokens of all.
 
     Args:
         recipe: ``"agoq"``: 5-bit codes. ``"auto"``: 4-bit codes, and more bits where the first
@@ -188,8 +186,7 @@ class ActivationQuantization(Callback):
         ValueError: ``recipe``, ``budget`` or ``adapt`` is something else; or, before training:
             strategy, device or precision are not supported, there is a second one in the Trainer,
             the model has nothing to quantize, or its hyperparameters hold modules; with a budget:
-            manual optimization, ``training_step(self, dataloader_iter)``, or tensor-parallel
-            weights.
+            manual optimization, or ``training_step(self, dataloader_iter)``.
         RuntimeError: Before training starts: the model is quantized already, or a precision plugin
             replaced the modules. At the first batch: the budget cannot be met; says what would do.
     """
@@ -219,7 +216,6 @@ class ActivationQuantization(Callback):
         self._plan: ActivationPlan | None = None
         self._planned_values = 0  # in the planned batch
         self._limit = ExitStack()
-        self._native: tuple[ActivationRule, ...] = ()  # for tensor-parallel modules
         self._handle: QuantizedActivations | None = None
         self._configure: AfterConfigureModel | None = None
         self._report: ActivationReport | None = None
@@ -291,6 +287,12 @@ class ActivationQuantization(Callback):
         if self._budget is None:
             where = " in the stages of this rank" * in_stages
             rank_zero_info(f"{type(self).__name__}({self._recipe!r}){where}\n{self._report}")
+        self._handle.follow_layouts()
+        if native := self._handle.native_shards():
+            rank_zero_info(
+                f"{type(self).__name__}: `{native[0]}`{_more(native)} are tensor-parallel in a way "
+                "that is not known; their modules are left as they are."
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -414,20 +416,9 @@ class ActivationQuantization(Callback):
             )
 
     def _compensated(self) -> ActivationPolicy:
-        policy = self._policy if self._bits is None else self._policy.with_bits(*self._bits)
-        return replace(policy, rules=(*policy.rules, *self._native))
+        return self._policy if self._bits is None else self._policy.with_bits(*self._bits)
 
     def _quantize(self, module: pl.LightningModule) -> None:
-        parallel = tensor_parallel_parameters(module)
-        self._native = tuple(
-            ActivationRule(module=name, matmul="native") for name in _owners(parallel)
-        )
-        if parallel and self._budget is not None:
-            raise ValueError(
-                f"`{type(self).__name__}(budget={self._budget.size!r})` cannot measure modules "
-                f"with tensor-parallel weights, such as `{parallel[0]}`: use a recipe or policy "
-                "alone."
-            )
         with torch.random.fork_rng([]):  # recognition draws random numbers
             self._handle = quantize_activations(module, self._compensated())
         check_hyperparameters(module, sites_of)
@@ -439,11 +430,6 @@ class ActivationQuantization(Callback):
                 "`ActivationPolicy(linear='int8')`, which encodes the inputs of linear layers."
             )
         self._report = self._handle.report()  # before the strategy shards modules
-        if parallel:
-            rank_zero_info(
-                f"{type(self).__name__}: `{parallel[0]}`{_more(parallel)} are tensor-parallel; "
-                "their modules are left as they are."
-            )
 
     def _remove(self) -> None:
         self._meter.stop()
@@ -456,13 +442,6 @@ class ActivationQuantization(Callback):
             self._handle.remove()
             self._handle = self._report = self._plan = None
             self._bits = None
-
-
-def _owners(parameters: list[str]) -> list[str]:
-    """Patterns of the modules that own parameters, and of their parents."""
-    owners = [name.rpartition(".")[0] for name in parameters]
-    parents = [name.rpartition(".")[0] for name in owners]
-    return [glob.escape(name) for name in dict.fromkeys((*owners, *parents)) if name]
 
 
 def _more(names: list[str]) -> str:

@@ -25,10 +25,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.activations import ActivationPolicy, ActivationRule
-from lq_lightning.activations.functions import source_of
 from lq_lightning.activations.measure import SavedTensors
 from lq_lightning.activations.policy import RECIPES
 from lq_lightning.activations.sites import sites_of
+from lq_lightning.activations.sources import source_of
 
 
 def test_graph_is_kept_for_a_second_backward(block: Block, x: Tensor, quantize: Quantize) -> None:

@@ -20,7 +20,7 @@ from lq_testing.lightning_models import Losses, trainer
 from lq_testing.small_llama import VOCAB, SmallLlama
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -67,8 +67,10 @@ class Sharded(Counting):
 
 class TensorParallel(Counting):
     def configure_model(self) -> None:
-        mesh, mlp = self.device_mesh["tensor_parallel"], self.net.blocks[0].mlp
-        parallelize_module(mlp, mesh, {"gate_proj": ColwiseParallel()})
+        plan = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")}
+        plan["down_proj"] = RowwiseParallel()
+        for block in self.net.blocks:
+            parallelize_module(block.mlp, self.device_mesh["tensor_parallel"], plan)
 
 
 class Watch(pl.Callback):
@@ -191,6 +193,7 @@ def _ranks(rank: int, world: int, root: str) -> None:
         (lambda: "ddp", Counting),
         (lambda: ModelParallelStrategy(2, 1), Sharded),
         (plain, Counting),
+        (lambda: ModelParallelStrategy(1, 2), TensorParallel),
     ):
         runs = []
         for budget in (None, LARGE):
@@ -207,10 +210,6 @@ def _ranks(rank: int, world: int, root: str) -> None:
         assert plans[0].rules
         assert losses != runs[0][0]
         assert all(abs(a / b - 1) < 0.02 for a, b in zip(losses, runs[0][0], strict=True))
-
-    strategy_now = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="tensor-parallel weights, such as `net.blocks.0.mlp"):
-        _fit(root, LARGE, strategy_now, world, TensorParallel)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

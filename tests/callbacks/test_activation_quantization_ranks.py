@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lq_lightning import QuantizationMonitor, QuantizedFSDPStrategy, QuantizedPrecision
 from lq_lightning.activations import quantize_activations
-from lq_lightning.activations.functions import source_of
+from lq_lightning.activations.sources import source_of
 
 PLAIN = {"weights": "none", "gradients": "none"}
 
@@ -95,7 +95,7 @@ def _more_on_two_ranks(rank: int, world: int, root: str) -> None:
         _, losses = fit(TensorParallel(), root, recipe, strategy, world, callbacks=[inside])
         curves.append(losses)
     assert close(*curves)
-    kept = [f"net.blocks.{name}" for name in ("0.norm", "1.norm", "1.mlp")]
+    kept = [f"net.blocks.{name}" for name in ("0.norm", "0.mlp", "1.norm", "1.mlp")]
     assert inside.names == kept
 
 

@@ -1,0 +1,168 @@
+"""Hooks of torch's tensor-parallel styles, and what a DTensor holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from lq_lightning._compat.torch import all_gather_flat
+
+_STYLES = "torch.distributed.tensor.parallel.style"
+_REPLACED = "_lq_replaced_hook"
+_PRE, _POST = "_forward_pre_hooks", "_forward_hooks"
+
+# By position or name of an argument, or 0 for a result: placement of a plain tensor, and of what
+# the hook makes of it; None where that is the placement before.
+Moves = Mapping[int | str, tuple[Placement | None, Placement | None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutHook:
+    """A hook by which a style places the arguments or the result of a module.
+
+    Attributes:
+        registry: the module's dictionary that holds it.
+        key: its key there.
+        hook: the hook itself.
+        before: whether it runs before forward.
+        mesh: mesh of the DTensors that it makes.
+        moves: what it does to which argument; it changes no value, and no other argument.
+    """
+
+    registry: dict[int, Callable[..., Any]]
+    key: int
+    hook: Callable[..., Any]
+    before: bool
+    mesh: DeviceMesh
+    moves: Moves
+
+
+def layout_hooks(module: nn.Module) -> Iterator[LayoutHook]:
+    """Yield the hooks of a module that torch's own styles have registered, as they are."""
+    for name in (_PRE, _POST):
+        registry = getattr(module, name)
+        for key, hook in list(registry.items()):
+            known = _read(hook, name == _PRE)
+            if known is not None:
+                mesh, moves = known
+                yield LayoutHook(
+                    registry=registry,
+                    key=key,
+                    hook=hook,
+                    before=name == _PRE,
+                    mesh=mesh,
+                    moves=moves,
+                )
+
+
+def replace_hook(known: LayoutHook, hook: Callable[..., Any]) -> None:
+    """Let another function run in place of a hook, which it calls."""
+    setattr(hook, _REPLACED, known.hook)
+    known.registry[known.key] = hook
+
+
+def restore_hooks(module: nn.Module) -> None:
+    """Put back the hooks of a module that were replaced."""
+    for registry in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in registry.items():
+            registry[key] = getattr(hook, _REPLACED, hook)
+
+
+def _read(hook: Any, before: bool) -> tuple[DeviceMesh, Moves] | None:
+    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None) or ()
+    if code is None or not str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+        return None
+    held = {n: cell.cell_contents for n, cell in zip(code.co_freevars, cells, strict=True)}
+    mesh, style = held.get("device_mesh"), held.get("self")
+    function = held.get("input_fn" if before else "output_fn")
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    if isinstance(function, partial) and getattr(function.func, "__module__", "") == _STYLES:
+        return mesh, {0: _of_function(function.func.__qualname__, function.args, before)}
+    if style is None or type(style).__module__ != _STYLES:
+        return None
+    return mesh, _of_style(style, before)
+
+
+def _of_function(name: str, args: tuple[Any, ...], before: bool) -> tuple[Any, Any]:
+    """Placements in a hook that ``distribute_module`` registered for a style."""
+    if name.startswith("SequenceParallel."):
+        return (args[0][0], None) if before else (None, None)
+    return _move(args[0][0], args[1][0]) if before else (None, args[0][0])
+
+
+def _move(placed: Any, wanted: Any) -> tuple[Any, Any]:
+    """A DTensor that comes in another placement than ``placed`` keeps it if both are the same."""
+    return placed, None if placed == wanted else wanted
+
+
+def _of_style(style: Any, before: bool) -> Moves:
+    """Placements in a hook of ``PrepareModuleInput`` or ``PrepareModuleOutput``."""
+    kind = "input" if before else "output"
+    given, wanted = getattr(style, f"{kind}_layouts"), getattr(style, f"desired_{kind}_layouts")
+    pairs: dict[int | str, tuple[Any, Any]] = dict(
+        enumerate(zip(given or (), wanted or (), strict=True))
+    )
+    if before:
+        named = style.desired_input_kwarg_layouts
+        pairs |= {n: (placed, named.get(n)) for n, placed in style.input_kwarg_layouts.items()}
+    return {key: _move(*pair) for key, pair in pairs.items()}
+
+
+def held_by(tensor: Tensor) -> Tensor:
+    """Return the memory behind a DTensor, any other tensor itself; apart from autograd."""
+    held: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(held, AsyncCollectiveTensor):
+        held = held.trigger_wait()  # type: ignore[no-untyped-call]
+    arrived: Tensor = held
+    return arrived
+
+
+def local_of(x: DTensor, gradient: Placement | None) -> Tensor:
+    """Return the local tensor, whose gradient is placed as ``gradient`` or as ``x`` is."""
+    made = x.to_local() if gradient is None else x.to_local(grad_placements=(gradient,))
+    if torch.compiler.is_compiling() or not isinstance(made, AsyncCollectiveTensor):
+        return made
+    plain: Tensor = _Received.apply(made)  # type: ignore[no-untyped-call]
+    return plain
+
+
+class _Received(torch.autograd.Function):
+    """A plain tensor in place of one that a collective may still be filling."""
+
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
+        plain: Tensor = x.trigger_wait()  # type: ignore[no-untyped-call]
+        return plain.view_as(plain)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+# One operator, so that compilers neither compute it again nor look into it.
+@torch.library.custom_op(
+    "lq_lightning::gather_bytes",
+    mutates_args=(),
+    schema="(Tensor x, str group, int size) -> Tensor",
+)
+def gather_bytes(x: Tensor, group: str, size: int) -> Tensor:
+    """Gather ``[n]`` uint8 of each rank of a group, by its name: ``[size, n]``."""
+    out = x.new_empty(size * x.numel())
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    all_gather_flat(out, x.contiguous(), resolve(group))
+    return out.view(size, -1)
+
+
+@gather_bytes.register_fake
+def _(x: Tensor, group: str, size: int) -> Tensor:
+    return x.new_empty(size, x.numel())
