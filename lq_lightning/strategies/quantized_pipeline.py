@@ -93,18 +93,21 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     The layers are cut into stages, one or more per rank; a batch is cut into micro-batches, whose
     hidden states and gradients cross the boundaries as codes (TAH-Quant). ``training_step`` and the
     other steps stay as they are and see one micro-batch at a time; losses are averaged over
-    micro-batches. With more ranks than ``pipeline_size`` there are several pipelines beside each
-    other, on other data: the ranks that hold the same layers shard them as ``"quantized_fsdp"``
-    does, with its options.
+    micro-batches. With more ranks than ``pipeline_size * tensor_parallel_size`` there are several
+    pipelines beside each other, on other data: the ranks that hold the same layers shard them as
+    ``"quantized_fsdp"`` does, with its options.
 
-    The ranks form a mesh ``[pipeline, data_parallel]``. The pipeline is the outer axis: neighbours,
-    which share a machine, hold the same layers, and boundaries fall between machines, where they
-    need a fraction of the bytes that data parallelism would.
+    The ranks form a mesh ``[pipeline, data_parallel, tensor_parallel]``. The pipeline is the outer
+    axis: neighbours, which share a machine, hold the same layers, and boundaries fall between
+    machines, where they need a fraction of the bytes that data parallelism would. Over a boundary
+    each tensor-parallel rank sends its own hidden state: its share of the tokens with sequence
+    parallelism, else the whole, as the others do.
 
     With one rank along the pipeline this is ``"quantized_fsdp"``.
 
     Args:
-        pipeline_size: Ranks along the pipeline; ``None`` are all. It has to divide their number.
+        pipeline_size: Ranks along the pipeline; ``None`` are all, or as many as
+            ``tensor_parallel_size`` leaves. It has to divide their number.
         schedule: ``"1f1b"`` takes turns with forward and backward passes; ``"eager_1f1b"`` starts
             with more forward passes, for links about as slow as the computation; ``"gpipe"`` runs
             all forward passes first; ``"interleaved_1f1b"`` has several stages on each rank;
@@ -200,7 +203,9 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     @property
     def pipeline_size(self) -> int:
         """Ranks along the pipeline."""
-        return self._pipeline_options.size(type(self).__name__, self.world_size)
+        return self._pipeline_options.size(
+            type(self).__name__, self.world_size, self._tensor.size
+        )
 
     @property
     def pipeline(self) -> PipelineLayout | None:
@@ -296,7 +301,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         record = known or self._cut_now(module, ranks)
         if known is not None:
             check_settings(module, known.settings, self.settings())
-        if ranks.replicas > 1:
+        if ranks.share_layers:
             self._shard_once(module)
             initialize_root(cast(FSDPModule, module))
         else:
@@ -323,8 +328,9 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         remember_cut(module, record)
         numels = ", ".join(f"{numel:,}" for numel in record.numels)
         rank_zero_info(
-            f"{type(self).__name__}: {ranks.replicas} pipeline(s) of {ranks.size} ranks, schedule "
-            f"{self._pipeline_options.schedule!r}\n{record.plan.summary()}\n"
+            f"{type(self).__name__}: {ranks.replicas} pipeline(s) of {ranks.size} x "
+            f"{ranks.tensor_size} ranks, schedule {self._pipeline_options.schedule!r}\n"
+            f"{record.plan.summary()}\n"
             f"parameters per stage: {numels}"
         )
         return record
@@ -364,7 +370,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         if self._ranks is None:
             return super().model_layout()
         module, record = self._require_module(), self._cut
-        shards, control = RankGroup(group=self._ranks.stage_group), self._ranks.control_group
+        shards, control = RankGroup(group=self._ranks.model_group), self._ranks.control_group
         if record is None:
             return ModelLayout(module=module, shard_ranks=shards)
         return StageLayout(module=module, shard_ranks=shards, cut=record, control_group=control)

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
 from lq_lightning._compat.saved_tensors import hasten_casts, let_go_of_casts, version_of
+from lq_lightning._compat.tensor_parallel import plain_loss
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
@@ -181,6 +182,7 @@ class MicroBatches:
         if self._scale is None:
             return result
         loss, extra = _split_output(type(self._module).__name__, result)
+        loss = None if loss is None else plain_loss(loss)
         if loss is not None and self._shares is not None:
             share = self._shares[index]
             # without a target there may be no number that 0 makes 0, nor its gradient
@@ -284,6 +286,7 @@ class PipelineRun(StrategyPart):
             for stage in record.stages
         }
         kept.calls.random = self._random = RandomNumbers(ranks.device)
+        kept.calls.tensor_size = ranks.tensor_size
         self._plan = record.plan
         self.seeds = BatchSeeds(ranks.stage_group.rank())
         self._refused: list[str] = []
@@ -427,8 +430,8 @@ class PipelineRun(StrategyPart):
             return error
 
     def _someone_lacks(self, lacking: bool) -> bool:
-        """Return whether any replica of this stage has to probe: sharded ones probe together."""
-        if self._ranks.replicas == 1:
+        """Return whether any rank with these layers has to probe: they do so together."""
+        if not self._ranks.share_layers:
             return lacking
         flag = torch.tensor([lacking], dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._ranks.stage_control_group)
