@@ -91,7 +91,7 @@ def tensor_parallel_group(fsdp_group: Any) -> dist.ProcessGroup | None:
     return None
 
 
-# --- hidden states and losses -----------------------------------------------------------------------------
+# --- hidden states and losses -------------------------------------------------------------------
 
 
 def local_memory(tensor: Tensor) -> Tensor:
@@ -120,25 +120,23 @@ def full_like(like: Tensor, shape: Sequence[int], value: float, dtype: torch.dty
     if not isinstance(like, DTensor):
         return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
     last = len(shape) - 1
-    placements = [p if isinstance(p, Shard) and p.dim < last else Replicate() for p in like.placements]
+    kept = [p if isinstance(p, Shard) and p.dim < last else Replicate() for p in like.placements]
     mesh = like.device_mesh
-    return distributed.full(tuple(shape), value, dtype=dtype, device_mesh=mesh, placements=placements)
+    return distributed.full(tuple(shape), value, dtype=dtype, device_mesh=mesh, placements=kept)
 
 
 def keep_style_hooks(source: nn.Module, target: nn.Module) -> None:
     """Give a module the hooks that torch's parallel styles have put on another."""
 
-    def of_style(hook: Any) -> bool:
-        return (getattr(hook, "__module__", None) or "").startswith(distributed.__name__)
+    def of_style(item: tuple[int, Any]) -> bool:
+        return (getattr(item[1], "__module__", None) or "").startswith(distributed.__name__)
 
-    for key, hook in source._forward_pre_hooks.items():
-        if of_style(hook):
-            named = key in source._forward_pre_hooks_with_kwargs
-            target.register_forward_pre_hook(hook, with_kwargs=named)
-    for key, hook in source._forward_hooks.items():
-        if of_style(hook):
-            named = key in source._forward_hooks_with_kwargs
-            target.register_forward_hook(hook, with_kwargs=named)
+    for key, hook in filter(of_style, source._forward_pre_hooks.items()):
+        named = key in source._forward_pre_hooks_with_kwargs
+        target.register_forward_pre_hook(hook, with_kwargs=named)
+    for key, hook in filter(of_style, source._forward_hooks.items()):
+        named = key in source._forward_hooks_with_kwargs
+        target.register_forward_hook(hook, with_kwargs=named)
 
 
 def plain_loss(loss: Tensor) -> Tensor:
@@ -158,7 +156,9 @@ def plain_loss(loss: Tensor) -> Tensor:
     for node in graph_nodes(loss):
         logits = getattr(node, "_saved_result", None) if node.name() == _LOG_SOFTMAX else None
         # only ``loss_parallel`` leaves this dimension sharded
-        if isinstance(logits, DTensor) and any(p.is_shard(logits.dim() - 1) for p in logits.placements):
+        if isinstance(logits, DTensor) and any(
+            p.is_shard(logits.dim() - 1) for p in logits.placements
+        ):
             waiting.append(node.register_hook(leave))
     if waiting:
         loss.grad_fn.register_prehook(lambda _: within.enter_context(loss_parallel()))

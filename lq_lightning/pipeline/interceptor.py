@@ -84,7 +84,8 @@ class LayerInterceptor:
         self.random = RandomNumbers()
         self.tensor_size = 1
         self._tracker: PlaceholderTracker | None = None
-        self._output: Tensor | None = None  # of the last layer
+        self._output: Tensor | None = None  # of the last layer, this rank's part
+        self._form: _Form | None = None  # of that output
         self._first = self._last = self._next = 0
         self._received: Tensor | None = None
         self._embedded: _Form | None = None  # of the hidden state in front of the layers
@@ -214,7 +215,9 @@ class LayerInterceptor:
         if index == self._last:
             hidden = output[0] if isinstance(output, tuple) and output else output
             if isinstance(hidden, Tensor):
-                self._output = hidden.clone()  # code behind the layer may change it in place
+                self._form = _Form.of(hidden)
+                local = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+                self._output = local.clone()  # code behind the layer may change it in place
         return output
 
     def call_before(
@@ -329,10 +332,9 @@ class LayerInterceptor:
         return (tuple(local_tensor(hidden).shape), hidden.dtype) == (boundary.shape, boundary.dtype)
 
     def _end(self, index: int) -> Any:
-        hidden, embedded = self._output, self._embedded
-        if hidden is None or embedded is None:
+        hidden, form, embedded = self._output, self._form, self._embedded
+        if hidden is None or form is None or embedded is None:
             raise AssertionError(f"`{self._layers[index - 1]}` has not run")
-        form = _Form.of(hidden)
         if form.placements != embedded.placements or form.is_partial:
             raise NotImplementedError(
                 f"behind `{self._layers[index - 1]}` the hidden state is placed as "
@@ -350,7 +352,7 @@ class LayerInterceptor:
                 f"and {hidden.dtype}, but behind the first layer it has {boundary.shape} and "
                 f"{boundary.dtype}: {_KEEP}"
             )
-        return hidden.to_local() if isinstance(hidden, DTensor) else hidden
+        return hidden
 
     def _probed(self, hidden: _Form, embedded: _Form) -> BoundaryMeta:
         before = embedded.shape
@@ -458,7 +460,9 @@ class PlaceholderModule(nn.Module):
         """Raise ``AttributeError`` with an explanation: parameters and submodules are elsewhere."""
         raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
 
-    def _nan(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def _nan(
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
         nan = full_like(like, shape, math.nan, dtype or self.calls.embedded_dtype())
         return self.calls.given_by_placeholder(nan, self.absent_name)
 

@@ -203,9 +203,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     @property
     def pipeline_size(self) -> int:
         """Ranks along the pipeline."""
-        return self._pipeline_options.size(
-            type(self).__name__, self.world_size, self._tensor.size
-        )
+        return self._pipeline_options.size(type(self).__name__, self.world_size, self._tensor.size)
 
     @property
     def pipeline(self) -> PipelineLayout | None:
