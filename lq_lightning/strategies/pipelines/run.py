@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
@@ -180,14 +182,14 @@ class MicroBatches:
             result = self._step(*self._arguments[index])
         self._calls.check(result, "what the step returns")  # beside the loss, too
         if self._scale is None:
-            return result
+            return _whole(result)
         loss, extra = _split_output(type(self._module).__name__, result)
         loss = None if loss is None else plain_loss(loss)
         if loss is not None and self._shares is not None:
             share = self._shares[index]
             # without a target there may be no number that 0 makes 0, nor its gradient
             loss = loss * share if share else torch.zeros_like(loss).requires_grad_()
-        self._outputs[index] = StepOutput(None if loss is None else loss.detach(), extra)
+        self._outputs[index] = StepOutput(None if loss is None else loss.detach(), _whole(extra))
         if loss is None:  # all ranks hear of it when the schedule is done
             return torch.zeros((), device=self._module.device, requires_grad=True)
         return loss * self._scale
@@ -195,6 +197,11 @@ class MicroBatches:
     def in_order(self) -> list[StepOutput]:
         """Return the outputs of the last batch by micro-batch, on the rank of the last stage."""
         return [self._outputs[index] for index in sorted(self._outputs)]
+
+
+def _whole(outputs: Any) -> Any:
+    """Gather DTensors, whose mesh other stages do not have."""
+    return apply_to_collection(outputs, DTensor, DTensor.full_tensor)
 
 
 def _split_output(owner: str, result: Any) -> tuple[Tensor | None, dict[str, Any]]:
