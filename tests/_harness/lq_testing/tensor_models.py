@@ -20,14 +20,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-VOCABULARY, WIDTH, LENGTH = 32, 16, 8
+VOCABULARY, LENGTH = 32, 8
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(F.gelu(self.up(x)))
@@ -35,10 +35,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = Mlp()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.mlp(self.norm(x))
@@ -46,12 +46,12 @@ class Block(nn.Module):
 
 
 class ParallelLM(nn.Module):
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth: int = 2, width: int = 16) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -91,12 +91,17 @@ class ParallelModule(pl.LightningModule):
     """``sequence``: None leaves the model whole."""
 
     def __init__(
-        self, sequence: bool | None = False, depth: int = 2, lr: float = 1e-2, seed: int = 0
+        self,
+        sequence: bool | None = False,
+        depth: int = 2,
+        width: int = 16,
+        lr: float = 1e-2,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.sequence, self.depth, self.lr = sequence, depth, lr
         torch.manual_seed(seed)
-        self.net = ParallelLM(depth)
+        self.net = ParallelLM(depth, width)
 
     def configure_model(self) -> None:
         if self.sequence is not None:
@@ -158,16 +163,14 @@ class Norms(Callback):
 
 def unlike(module: nn.Module) -> list[str]:
     """Replicated parameters whose shards differ between tensor-parallel ranks."""
-    found = []
     group = module.device_mesh.get_group("tensor_parallel")  # type: ignore[union-attr]
+    found = []
     for name, parameter in module.named_parameters():
-        local = parameter.to_local().detach()  # type: ignore[attr-defined]
+        mesh, local = parameter.device_mesh, parameter.to_local().detach()  # type: ignore[attr-defined]
+        placed = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))  # type: ignore[attr-defined]
         every = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(every, local.contiguous(), group=group)
-        sharded = any(
-            a == "tensor_parallel" and not p.is_replicate()
-            for a, p in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)  # type: ignore[attr-defined]
-        )
-        if not sharded and any(not torch.equal(local, each) for each in every):
+        same = all(torch.equal(local, each) for each in every)
+        if placed.get("tensor_parallel", Replicate()).is_replicate() and not same:
             found.append(name)
     return found
