@@ -260,7 +260,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             with self._failures.explained():
                 self._ranks = PipelineRanks(size, self._tensor.size, self.root_device)
         self._device_mesh = self._ranks.mesh
-        self.why_alone = "each stage is on one rank, so its weights and gradients do not travel"
+        part = "each stage" if self._tensor.size == 1 else "each tensor-parallel part of a stage"
+        self.why_alone = f"{part} is on one rank, so its weights and gradients do not travel"
         set_device_mesh(self._require_module(), self._ranks.mesh)
 
     # --- setup ------------------------------------------------------------------------------------

@@ -149,11 +149,11 @@ class PipelineOptions:
         ):
             if size > ranks or ranks % size:
                 divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-                whose = f"ranks of the run, of which {tensor_size} share each layer"
+                whole = ranks == world_size
+                which = "ranks" if whole else f"groups of {tensor_size} tensor-parallel ranks"
                 raise ValueError(
-                    f"`{owner}({name}={size})` does not divide the {ranks} "
-                    f"{'ranks of the run' if ranks == world_size else whose}: every pipeline needs "
-                    f"as many. Allowed here: {divisors}."
+                    f"`{owner}({name}={size})` does not divide the {ranks} {which} of the run: "
+                    f"every pipeline needs as many. Allowed here: {divisors}."
                 )
         return self.pipeline_size or world_size // tensor_size
 
