@@ -146,7 +146,8 @@ def plain_loss(loss: Tensor) -> Tensor:
     """
     if not isinstance(loss, DTensor):
         return loss
-    within, waiting = ExitStack(), []
+    within = ExitStack()
+    waiting: list[Any] = []
 
     def leave(*_: object) -> None:
         waiting.pop()
@@ -160,6 +161,6 @@ def plain_loss(loss: Tensor) -> Tensor:
             p.is_shard(logits.dim() - 1) for p in logits.placements
         ):
             waiting.append(node.register_hook(leave))
-    if waiting:
+    if waiting and loss.grad_fn is not None:
         loss.grad_fn.register_prehook(lambda _: within.enter_context(loss_parallel()))
     return loss.full_tensor()

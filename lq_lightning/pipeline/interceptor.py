@@ -293,8 +293,7 @@ class LayerInterceptor:
         if index == self._first - 1:
             hidden = place_like(received, hidden)
         elif index == 0:  # not the tensor in front of it, which may be of the batch
-            nan = self._nan(index, boundary.shape, hidden.device)
-            hidden = place_like(nan, hidden)
+            hidden = place_like(self._nan(index, boundary.shape, hidden.device), hidden)
         extras = boundary.extras
         if extras is None:
             return hidden
