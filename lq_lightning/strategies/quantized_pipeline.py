@@ -303,6 +303,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         if known is not None:
             check_settings(module, known.settings, self.settings())
         if ranks.share_layers:
+            self._parallelize(module)  # knows from layers that are missing that this is a stage
             self._shard_once(module)
             initialize_root(cast(FSDPModule, module))
         else:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lq_testing.lightning_models import EXACT, PLAIN, SMALL, Losses, run_trainer, trainer
-from lq_testing.tensor_models import Feeds, Norms, ParallelModule, plan, unlike
+from lq_testing.tensor_models import Feeds, Norms, ParallelLM, ParallelModule, plan, unlike
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -39,16 +39,23 @@ class OfAllTokens(SequenceParallel):
         self.sequence_sharding = (Replicate(),)
 
 
+class Planned(ParallelLM):
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+
+
 class Module(ParallelModule):
     """Hidden states between layers by ``form``, which is None in one process.
 
     ``"replicated"``, ``"sequence"``: plain tensors. ``"DTensor"``: placed as replicated.
-    ``"DTensor shares"``: placed along tokens. ``"scattered"``: the first layer cuts the tokens.
+    ``"DTensor shares"``: placed along tokens. ``"scattered"``: the first layer cuts the tokens,
+    as it does with ``"auto"``.
     """
 
     def __init__(self, form: str | None, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__(None if form is None else form not in ("replicated", "DTensor"))
         self.form, self.tied = form, tied
+        self.net.__class__ = Planned
         for block in self.net.blocks:
             block.mlp = nn.Sequential(block.mlp, nn.Dropout(dropout)) if dropout else block.mlp
         self._tie()
@@ -58,7 +65,7 @@ class Module(ParallelModule):
             self.net.head.weight = self.net.embedding.weight
 
     def configure_model(self) -> None:
-        if self.form is None:
+        if self.form is None or self.form == "auto":
             return
         styles = plan(self.depth, bool(self.sequence))
         if any(isinstance(block.mlp, nn.Sequential) for block in self.net.blocks):
@@ -198,6 +205,7 @@ FORMS = {
     "DTensor": ({"schedule": "zero_bubble"}, {"tied": True}),
     "DTensor shares": ({}, {}),
     "scattered": ({}, {}),
+    "auto": ({"tensor_parallel": "auto", "schedule": "zero_bubble"}, {"tied": True}),
 }
 
 
@@ -225,4 +233,5 @@ def test_hidden_states_of_all_forms_cross_boundaries(tmp_path: Any) -> None:
             assert found[form]["unlike"] == []
         # ranks with shares of the tokens send half as much each
         assert found["DTensor"]["bytes"] == 2 * found["DTensor shares"]["bytes"]
-        assert found["scattered"]["bytes"] == found["DTensor shares"]["bytes"]
+        for form in ("scattered", "auto"):
+            assert found[form]["bytes"] == found["DTensor shares"]["bytes"]
