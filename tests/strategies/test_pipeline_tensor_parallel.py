@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -48,8 +47,7 @@ class Module(ParallelModule):
     """Hidden states between layers by ``form``, which is None in one process.
 
     ``"replicated"``, ``"sequence"``: plain tensors. ``"DTensor"``: placed as replicated.
-    ``"DTensor shares"``: placed along tokens. ``"scattered"``: the first layer cuts the tokens,
-    as it does with ``"auto"``.
+    ``"DTensor shares"``: placed along tokens. ``"auto"``: the first layer cuts the tokens.
     """
 
     def __init__(self, form: str | None, tied: bool = False, dropout: float = 0.0) -> None:
@@ -80,13 +78,6 @@ class Module(ParallelModule):
             styles["norm"] = SequenceParallel() if self.sequence else OfAllTokens()
             styles["head"] = ColwiseParallel(  # for `loss_parallel`
                 input_layouts=rows, output_layouts=Shard(-1), use_local_output=False
-            )
-        elif self.form == "scattered":
-            del styles["embedding"]
-            styles["blocks.0"] = PrepareModuleInput(
-                input_layouts=(Replicate(),),
-                desired_input_layouts=(Shard(1),),
-                use_local_output=True,
             )
         elif self.tied:
             styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=rows)
@@ -204,7 +195,6 @@ def test_2x2x2_ranks_train_as_one_process_does(tmp_path: Any) -> None:
 FORMS = {
     "DTensor": ({"schedule": "zero_bubble"}, {"tied": True}),
     "DTensor shares": ({}, {}),
-    "scattered": ({}, {}),
     "auto": ({"tensor_parallel": "auto", "schedule": "zero_bubble"}, {"tied": True}),
 }
 
@@ -233,5 +223,4 @@ def test_hidden_states_of_all_forms_cross_boundaries(tmp_path: Any) -> None:
             assert found[form]["unlike"] == []
         # ranks with shares of the tokens send half as much each
         assert found["DTensor"]["bytes"] == 2 * found["DTensor shares"]["bytes"]
-        for form in ("scattered", "auto"):
-            assert found[form]["bytes"] == found["DTensor shares"]["bytes"]
+        assert found["auto"]["bytes"] == found["DTensor shares"]["bytes"]
