@@ -180,7 +180,7 @@ def hasten_casts(output: Tensor) -> None:
     The engine runs the youngest node first. A cast that several graphs share is older than the
     other nodes of most of them, so that the gradients of all casts would pile up until the end.
     """
-    for node in _nodes(output):
+    for node in graph_nodes(output):
         if type(node).__name__ == "ToCopyBackward0" and _accumulates(node.next_functions[0][0]):
             node._set_sequence_nr(_AT_ONCE)
 
@@ -193,13 +193,13 @@ def let_go_of_casts(output: Tensor) -> bool:
 
     Returns whether the graph of ``output`` has such regions.
     """
-    regions = [n for n in _nodes(output) if type(n).__name__ == "CheckpointFunctionBackward"]
+    regions = [n for n in graph_nodes(output) if type(n).__name__ == "CheckpointFunctionBackward"]
     for node in regions:
         node.register_hook(lambda *_: torch.clear_autocast_cache())
     return bool(regions)
 
 
-def _nodes(output: Tensor) -> Iterator[Any]:
+def graph_nodes(output: Tensor) -> Iterator[Any]:
     """All nodes of a graph, once."""
     stack: list[Any] = [output.grad_fn]
     seen = {None}

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import tensor as distributed
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lq_lightning._compat.saved_tensors import graph_nodes
+
+_LOG_SOFTMAX = "LogSoftmaxBackward0"
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 """Axes of the mesh, named as in Lightning's ``ModelParallelStrategy``."""
 
@@ -86,3 +95,78 @@ def tensor_parallel_group(fsdp_group: Any) -> dist.ProcessGroup | None:
             found: dist.ProcessGroup = mesh.get_group(others[0])
             return found
     return None
+
+
+# --- hidden states and losses -------------------------------------------------------------------
+
+
+def local_memory(tensor: Tensor) -> Tensor:
+    """The tensor that holds this rank's values, perhaps before a collective has written them."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def place_like(local: Tensor, like: Tensor) -> Tensor:
+    """Make this rank's part a DTensor as ``like``, of its shape; itself where that is none."""
+    if not isinstance(like, DTensor):
+        return local
+    shape = like.shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def full_like(like: Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
+    """Fill a tensor on the device of ``like``; a DTensor if that is one.
+
+    It is sharded along the same dimensions, but not along the last, which a module makes anew.
+    """
+    if not isinstance(like, DTensor):
+        return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
+    last = len(shape) - 1
+    kept = [p if isinstance(p, Shard) and p.dim < last else Replicate() for p in like.placements]
+    mesh = like.device_mesh
+    return distributed.full(tuple(shape), value, dtype=dtype, device_mesh=mesh, placements=kept)
+
+
+def keep_style_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Give a module the hooks that torch's parallel styles have put on another."""
+
+    def of_style(item: tuple[int, Any]) -> bool:
+        return (getattr(item[1], "__module__", None) or "").startswith(distributed.__name__)
+
+    for key, hook in filter(of_style, source._forward_pre_hooks.items()):
+        named = key in source._forward_pre_hooks_with_kwargs
+        target.register_forward_pre_hook(hook, with_kwargs=named)
+    for key, hook in filter(of_style, source._forward_hooks.items()):
+        named = key in source._forward_hooks_with_kwargs
+        target.register_forward_hook(hook, with_kwargs=named)
+
+
+def plain_loss(loss: Tensor) -> Tensor:
+    """Return a loss, perhaps a DTensor, as a tensor whose backward may come at any time.
+
+    That of ``loss_parallel`` has to run within it, as its forward has.
+    """
+    if not isinstance(loss, DTensor):
+        return loss
+    within = ExitStack()
+    waiting: list[Any] = []
+
+    def leave(*_: object) -> None:
+        waiting.pop()
+        if not waiting:
+            within.close()
+
+    for node in graph_nodes(loss):
+        logits = getattr(node, "_saved_result", None) if node.name() == _LOG_SOFTMAX else None
+        # only ``loss_parallel`` leaves this dimension sharded
+        if isinstance(logits, DTensor) and any(
+            p.is_shard(logits.dim() - 1) for p in logits.placements
+        ):
+            waiting.append(node.register_hook(leave))
+    if waiting and loss.grad_fn is not None:
+        loss.grad_fn.register_prehook(lambda _: within.enter_context(loss_parallel()))
+    return loss.full_tensor()

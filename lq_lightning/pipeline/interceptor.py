@@ -12,6 +12,13 @@ are refused: see [Note: values that depend on placeholders].
 All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
 run as usual: their hooks (such as FSDP2's) have run when the step is left, and checkpointing, in
 or around them, recomputes from the hidden state of its own micro-batch.
+
+[Note: tensor-parallel ranks]
+Each sends its own hidden state to the rank with the same number in the next stage: its share of the
+tokens with sequence parallelism, else all of it. A DTensor travels as its local part, and is given
+to the next layer placed as the hidden state in front of the layers, which is therefore the same for
+all layers. Placeholders keep the hooks that torch's styles put on their modules, so that they give
+the parts that the modules would give.
 """
 
 from __future__ import annotations
@@ -19,12 +26,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
 
 from lq_lightning._compat.modes import without_step_mode
+from lq_lightning._compat.tensor_parallel import full_like, place_like
+from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.foundation.layer_stack import has_parameters, hidden_name
 
 from .message import BoundaryMeta
@@ -63,21 +73,24 @@ class LayerInterceptor:
     """Intercepts the calls of a model's layers in a step. See [Note: a step in parts].
 
     Layers, placeholders and stages of a model share one on a rank. ``layers`` are the names of all
-    layers of the model, in the order of their calls, ``random`` the generators of its steps.
+    layers of the model, in the order of their calls, ``random`` the generators of its steps,
+    ``tensor_size`` the number of tensor-parallel ranks, between which the first layer may divide
+    tokens.
     """
 
     def __init__(self, layers: tuple[str, ...]) -> None:
         self._layers = layers
         self.boundary: BoundaryMeta | None = None
         self.random = RandomNumbers()
+        self.tensor_size = 1
         self._tracker: PlaceholderTracker | None = None
-        self._output: Tensor | None = None  # of the last layer
+        self._output: Tensor | None = None  # of the last layer, this rank's part
+        self._form: _Form | None = None  # of that output
         self._first = self._last = self._next = 0
         self._received: Tensor | None = None
-        self._embedded_dtype = torch.float32
+        self._embedded: _Form | None = None  # of the hidden state in front of the layers
         self._extras: tuple[bool, ...] | None = None
         self._running = self._left = self._probing = self._needs_gradient = False
-        self._embedded_shape: tuple[int, ...] = ()
         self._changed: int | None = None  # the first layer with another hidden state in front
 
     # --- a part ---------------------------------------------------------------------------------
@@ -113,7 +126,7 @@ class LayerInterceptor:
                 raise NotImplementedError(tracker.refused[0]) from error
             raise
         finally:
-            self._received = self._tracker = self._output = None
+            self._received = self._tracker = self._output = self._embedded = None
             self._running = False
 
     def check(self, value: object, use: str) -> None:
@@ -178,6 +191,7 @@ class LayerInterceptor:
         self._next += 1
         if index == 0:
             self.random.compare()
+            self._embedded = _Form.of(hidden)
         if index < self._first:
             self.random.pass_layer()
             return self._before_part(index, hidden)
@@ -197,12 +211,13 @@ class LayerInterceptor:
         with without_step_mode(), self.random.layer(), unwatched:
             output = forward(*args, **kwargs)
         if self._probing:
-            self._embedded_shape, self._embedded_dtype = tuple(hidden.shape), hidden.dtype
             self._extras = _extras(name, output)
         if index == self._last:
             hidden = output[0] if isinstance(output, tuple) and output else output
             if isinstance(hidden, Tensor):
-                self._output = hidden.clone()  # code behind the layer may change it in place
+                self._form = _Form.of(hidden)
+                local = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+                self._output = local.clone()  # code behind the layer may change it in place
         return output
 
     def call_before(
@@ -220,9 +235,9 @@ class LayerInterceptor:
         """Return the dtype of the hidden state in front of the first layer."""
         return self._boundary().embedded_dtype
 
-    def device(self) -> torch.device | None:
-        """Return the device of the received hidden state; None where there is none."""
-        return None if self._received is None else self._received.device
+    def received(self) -> Tensor | None:
+        """Return the received hidden state; None where there is none."""
+        return self._received
 
     def _boundary(self) -> BoundaryMeta:
         if self.boundary is None:
@@ -260,20 +275,26 @@ class LayerInterceptor:
         So the first layer of the stage gets the state as its argument, which checkpointing of that
         call keeps.
         """
+        boundary, received = self._boundary(), self._received
+        if received is None:
+            raise AssertionError("stages behind the first receive a hidden state")
+        found = tuple(local_tensor(hidden).shape)
+        if index in (0, self._first - 1) and (
+            found != (boundary.shape if index else boundary.embedded_shape)
+            or received.shape != boundary.shape
+        ):
+            raise RuntimeError(
+                f"the stage of `{self._layers[self._first]}` received a hidden state of shape "
+                f"{tuple(received.shape)}, but from the same batch the code in front of "
+                f"`{self._layers[index]}`, with placeholders for the modules that this rank lacks, "
+                f"gives one of {found}. Its shape must depend on those of the batch only: use "
+                "`quantized_fsdp`."
+            )
         if index == self._first - 1:
-            received = self._received
-            if received is None or received.shape != hidden.shape:
-                raise RuntimeError(
-                    f"the stage of `{self._layers[self._first]}` received a hidden state of shape "
-                    f"{tuple(() if received is None else received.shape)}, but from the same batch "
-                    "the code in front of the layers, with placeholders for the modules that this "
-                    f"rank lacks, gives one of {tuple(hidden.shape)}. Its shape must depend on "
-                    "those of the batch only: use `quantized_fsdp`."
-                )
-            hidden = received
+            hidden = place_like(received, hidden)
         elif index == 0:  # not the tensor in front of it, which may be of the batch
-            hidden = self._nan(index, hidden.shape, hidden.device)
-        extras = self._boundary().extras
+            hidden = place_like(self._nan(index, boundary.shape, hidden.device), hidden)
+        extras = boundary.extras
         if extras is None:
             return hidden
         nan = [self._nan(index, (), hidden.device) if extra else None for extra in extras]
@@ -307,24 +328,21 @@ class LayerInterceptor:
 
     def _fits(self, hidden: Tensor) -> bool:
         boundary = self._boundary()
-        return (tuple(hidden.shape), hidden.dtype) == (boundary.shape, boundary.dtype)
+        return (tuple(local_tensor(hidden).shape), hidden.dtype) == (boundary.shape, boundary.dtype)
 
     def _end(self, index: int) -> Any:
-        hidden = self._output
-        if hidden is None:
+        hidden, form, embedded = self._output, self._form, self._embedded
+        if hidden is None or form is None or embedded is None:
             raise AssertionError(f"`{self._layers[index - 1]}` has not run")
-        if self._probing:
-            if tuple(hidden.shape) != self._embedded_shape:  # before anything is sent
-                raise NotImplementedError(
-                    f"behind `{self._layers[0]}` the hidden state has shape {tuple(hidden.shape)}, "
-                    f"but in front of it {self._embedded_shape}: {_KEEP}"
-                )
-            return BoundaryMeta(
-                shape=tuple(hidden.shape),
-                dtype=hidden.dtype,
-                embedded_dtype=self._embedded_dtype,
-                extras=self._extras,
+        if form.placements != embedded.placements or form.is_partial:
+            raise NotImplementedError(
+                f"behind `{self._layers[index - 1]}` the hidden state is placed as "
+                f"{form.placements}, but in front of the layers as {embedded.placements} (None: no "
+                "DTensor). Both must be the same, and no sum that is still to be taken: set the "
+                "output layouts of the tensor-parallel plan."
             )
+        if self._probing:
+            return self._probed(form, embedded)
         if not self._fits(hidden):
             boundary, last = self._boundary(), (self._changed or index) - 1
             raise NotImplementedError(
@@ -334,6 +352,41 @@ class LayerInterceptor:
                 f"{boundary.dtype}: {_KEEP}"
             )
         return hidden
+
+    def _probed(self, hidden: _Form, embedded: _Form) -> BoundaryMeta:
+        before = embedded.shape
+        allowed = [before]
+        if len(before) > 2 and hidden.placements is None:
+            allowed.append((before[0], before[1] // self.tensor_size, *before[2:]))
+        if hidden.shape not in allowed:  # before anything is sent
+            raise NotImplementedError(
+                f"behind `{self._layers[0]}` the hidden state has shape {hidden.shape}, but in "
+                f"front of it {before}: {_KEEP}"
+            )
+        return BoundaryMeta(
+            shape=hidden.shape,
+            dtype=hidden.dtype,
+            embedded_shape=before,
+            embedded_dtype=embedded.dtype,
+            extras=self._extras,
+        )
+
+
+class _Form(NamedTuple):
+    """What is known of a hidden state without its values; the shape is that of this rank's part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple[Placement, ...] | None  # of a DTensor
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> _Form:
+        shape = tuple(local_tensor(hidden).shape)
+        return cls(shape, hidden.dtype, getattr(hidden, "placements", None))
+
+    @property
+    def is_partial(self) -> bool:
+        return any(placement.is_partial() for placement in self.placements or ())
 
 
 def _kind(value: Any) -> str:
@@ -407,10 +460,9 @@ class PlaceholderModule(nn.Module):
         raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
 
     def _nan(
-        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        dtype = dtype or self.calls.embedded_dtype()
-        nan = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        nan = full_like(like, shape, math.nan, dtype or self.calls.embedded_dtype())
         return self.calls.given_by_placeholder(nan, self.absent_name)
 
 
@@ -470,10 +522,10 @@ class PlaceholderBefore(PlaceholderModule):
     @property
     def weight(self) -> Tensor:
         """NaN of the table's shape, for embeddings: models ask it for dtype and device."""
-        device = self.calls.device()
-        if device is None or self._weight is None or self.calls.passed_layers():
+        received = self.calls.received()
+        if received is None or self._weight is None or self.calls.passed_layers():
             raise AttributeError  # which `__getattr__` explains
-        return self._nan((1, 1), device).expand(self._weight)
+        return self._nan((1, 1), received).expand(self._weight)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN."""
@@ -486,7 +538,7 @@ class PlaceholderBefore(PlaceholderModule):
                 "steps that run the model several times, as `generate`, need `quantized_fsdp`."
             )
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return self._nan(self._shape(x.shape), x.device, x.dtype if self._keeps_dtype else None)
+        return self._nan(self._shape(x.shape), x, x.dtype if self._keeps_dtype else None)
 
 
 def placeholders(

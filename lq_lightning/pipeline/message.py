@@ -35,8 +35,10 @@ class BoundaryMeta:
     """Hidden states at the boundaries, for micro-batches of one shape. Plain data.
 
     Attributes:
-        shape: Shape of the hidden state.
+        shape: Shape of the hidden state behind a layer, of which tensor-parallel ranks may each
+            have their share of the tokens.
         dtype: Dtype of the hidden state behind a layer.
+        embedded_shape: Shape of the hidden state in front of the first layer.
         embedded_dtype: Dtype of the hidden state in front of the first layer.
         extras: For layers that return a tuple, which entries behind the hidden state are tensors;
             None for layers that return the hidden state itself.
@@ -44,6 +46,7 @@ class BoundaryMeta:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    embedded_shape: tuple[int, ...]
     embedded_dtype: torch.dtype
     extras: tuple[bool, ...] | None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lq_lightning._compat.tensor_parallel import keep_style_hooks
 from lq_lightning.foundation.layer_stack import hidden_name
 
 from .interceptor import LayerInterceptor, PlaceholderAfter, PlaceholderLayer, placeholders
@@ -68,6 +69,7 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
     for name in plan.before:
         for each, placeholder in placeholders(module.get_submodule(name), name, calls).items():
             replaced = module.get_submodule(each)
+            keep_style_hooks(replaced, placeholder)
             placeholder.may_draw = not type(replaced).__module__.startswith("torch.nn.")
             if 0 not in kept:
                 absent[each] = placeholder

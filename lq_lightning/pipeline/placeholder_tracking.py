@@ -34,6 +34,7 @@ from lq_lightning._compat.modes import (
     written_by,
 )
 from lq_lightning._compat.saved_tensors import has_storage, storage_key
+from lq_lightning._compat.tensor_parallel import local_memory
 from lq_lightning.foundation.nested import tensors_in
 
 __all__ = ["PlaceholderTracker"]
@@ -217,6 +218,7 @@ def _eagerly() -> AbstractContextManager[Any]:
 
 
 def _key(tensor: Tensor) -> int:
+    tensor = local_memory(tensor)
     return storage_key(tensor) if has_storage(tensor) else id(tensor)
 
 

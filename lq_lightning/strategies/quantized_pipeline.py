@@ -95,18 +95,21 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     The layers are cut into stages, one or more per rank; a batch is cut into micro-batches, whose
     hidden states and gradients cross the boundaries as codes (TAH-Quant). ``training_step`` and the
     other steps stay as they are and see one micro-batch at a time; losses are averaged over
-    micro-batches. With more ranks than ``pipeline_size`` there are several pipelines beside each
-    other, on other data: the ranks that hold the same layers shard them as ``"quantized_fsdp"``
-    does, with its options.
+    micro-batches. With more ranks than ``pipeline_size * tensor_parallel_size`` there are several
+    pipelines beside each other, on other data: the ranks that hold the same layers shard them as
+    ``"quantized_fsdp"`` does, with its options.
 
-    The ranks form a mesh ``[pipeline, data_parallel]``. The pipeline is the outer axis: neighbours,
-    which share a machine, hold the same layers, and boundaries fall between machines, where they
-    need a fraction of the bytes that data parallelism would.
+    The ranks form a mesh ``[pipeline, data_parallel, tensor_parallel]``. The pipeline is the outer
+    axis: neighbours, which share a machine, hold the same layers, and boundaries fall between
+    machines, where they need a fraction of the bytes that data parallelism would. Over a boundary
+    each tensor-parallel rank sends its own hidden state: its share of the tokens with sequence
+    parallelism, else the whole, as the others do.
 
     With one rank along the pipeline this is ``"quantized_fsdp"``.
 
     Args:
-        pipeline_size: Ranks along the pipeline; ``None`` are all. It has to divide their number.
+        pipeline_size: Ranks along the pipeline; ``None`` are all, or as many as
+            ``tensor_parallel_size`` leaves. It has to divide their number.
         schedule: ``"1f1b"`` takes turns with forward and backward passes; ``"eager_1f1b"`` starts
             with more forward passes, for links about as slow as the computation; ``"gpipe"`` runs
             all forward passes first; ``"interleaved_1f1b"`` has several stages on each rank;
@@ -202,7 +205,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     @property
     def pipeline_size(self) -> int:
         """Ranks along the pipeline."""
-        return self._pipeline_options.size(type(self).__name__, self.world_size)
+        return self._pipeline_options.size(type(self).__name__, self.world_size, self._tensor.size)
 
     @property
     def pipeline(self) -> PipelineLayout | None:
@@ -257,7 +260,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             with self._failures.explained():
                 self._ranks = PipelineRanks(size, self._tensor.size, self.root_device)
         self._device_mesh = self._ranks.mesh
-        self.why_alone = "each stage is on one rank, so its weights and gradients do not travel"
+        part = "each stage" if self._tensor.size == 1 else "each tensor-parallel part of a stage"
+        self.why_alone = f"{part} is on one rank, so its weights and gradients do not travel"
         set_device_mesh(self._require_module(), self._ranks.mesh)
 
     # --- setup ------------------------------------------------------------------------------------
@@ -298,7 +302,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         record = known or self._cut_now(module, ranks)
         if known is not None:
             check_settings(module, known.settings, self.settings())
-        if ranks.replicas > 1:
+        if ranks.share_layers:
+            self._parallelize(module)  # knows from layers that are missing that this is a stage
             self._shard_once(module)
             initialize_root(cast(FSDPModule, module))
         else:
@@ -326,8 +331,9 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         remember_cut(module, record)
         numels = ", ".join(f"{numel:,}" for numel in record.numels)
         rank_zero_info(
-            f"{type(self).__name__}: {ranks.replicas} pipeline(s) of {ranks.size} ranks, schedule "
-            f"{self._pipeline_options.schedule!r}\n{record.plan.summary()}\n"
+            f"{type(self).__name__}: {ranks.replicas} pipeline(s) of {ranks.size} x "
+            f"{ranks.tensor_size} ranks, schedule {self._pipeline_options.schedule!r}\n"
+            f"{record.plan.summary()}\n"
             f"parameters per stage: {numels}"
         )
         return record
@@ -367,7 +373,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         if self._ranks is None:
             return super().model_layout()
         module, record = self._require_module(), self._cut
-        shards, control = RankGroup(group=self._ranks.stage_group), self._ranks.control_group
+        shards, control = RankGroup(group=self._ranks.model_group), self._ranks.control_group
         if record is None:
             return ModelLayout(module=module, shard_ranks=shards)
         return StageLayout(module=module, shard_ranks=shards, cut=record, control_group=control)

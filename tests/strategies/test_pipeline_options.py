@@ -83,6 +83,25 @@ def test_pipeline_has_to_divide_the_world() -> None:
         run.fit(TinyModule(), loader())
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "tensor", "found"),
+    [
+        (None, 2, 4),
+        (2, 2, 2),
+        (3, 2, r"pipeline_size=3.* the 4 groups of 2 tensor-parallel ranks .*: \[1, 2, 4\]"),
+        (2, 3, r"tensor_parallel_size=3.* does not divide the 8 ranks of the run:"),
+        (8, 2, r"pipeline_size=8.* does not divide the 4 groups"),
+    ],
+)
+def test_sizes_of_axes(pipeline: int | None, tensor: int, found: int | str) -> None:
+    options = _options(pipeline_size=pipeline)
+    if isinstance(found, int):
+        assert options.size("Strategy", 8, tensor) == found
+        return
+    with pytest.raises(ValueError, match=found):
+        options.size("Strategy", 8, tensor)
+
+
 def test_one_rank_is_a_plain_run(tmp_path: Any) -> None:
     with (
         mock.patch("lq_lightning.strategies.quantized_pipeline.rank_zero_info") as info,

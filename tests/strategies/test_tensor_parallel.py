@@ -8,52 +8,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lq_testing.lightning_models import PLAIN, SMALL, Losses, run_trainer, trainer
-from lq_testing.tensor_models import ParallelModule, batch, plan
+from lq_testing.tensor_models import Feeds, Norms, ParallelModule, plan, unlike
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import SumMetric
 
 from lq_lightning import GradientQuantization, QuantizedFSDPStrategy, WeightQuantization
 
 STEPS = 20
-
-
-class Batches(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 8 * STEPS
-
-    def __getitem__(self, index: int) -> Tensor:
-        return batch(index, size=1)[0]
-
-
-class Feeds(pl.LightningDataModule):
-    """Every data-parallel rank gets each second sequence, in order."""
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        strategy: Any = self.trainer.strategy  # type: ignore[union-attr]
-        several = self.trainer.world_size > 1  # type: ignore[union-attr]
-        kwargs = strategy.distributed_sampler_kwargs if several else {"num_replicas": 1, "rank": 0}
-        sampler = DistributedSampler(Batches(), shuffle=False, **kwargs)
-        return DataLoader(Batches(), batch_size=8 // kwargs["num_replicas"], sampler=sampler)
-
-
-class Norms(Callback):
-    """Keeps the gradient norm of each step as all ranks see it."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        if trainer.world_size > 1:
-            norm = trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
-        else:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
-        self.values.append(float(norm))
 
 
 def _fit(
@@ -63,22 +27,8 @@ def _fit(
     losses, norms = Losses(), Norms()
     callbacks = [losses, norms, *options.pop("callbacks", [])]
     options = {"max_steps": STEPS, "gradient_clip_val": 1.0, **options}
-    trainer(strategy, root, devices, callbacks=callbacks, **options).fit(module, Feeds())
+    trainer(strategy, root, devices, callbacks=callbacks, **options).fit(module, Feeds(8 * STEPS))
     return module, losses.values, norms.values
-
-
-def _unlike(module: nn.Module) -> list[str]:
-    """Replicated parameters whose shards differ between the two tensor-parallel ranks."""
-    group = module.device_mesh.get_group("tensor_parallel")  # type: ignore[union-attr]
-    found = []
-    for name, parameter in module.named_parameters():
-        mesh, local = parameter.device_mesh, parameter.to_local().detach()  # type: ignore[attr-defined]
-        placed = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))  # type: ignore[attr-defined]
-        every = [torch.empty_like(local) for _ in range(2)]
-        dist.all_gather(every, local.contiguous(), group=group)
-        if placed.get("tensor_parallel", Replicate()).is_replicate() and not torch.equal(*every):
-            found.append(name)
-    return found
 
 
 def _train(rank: int, world: int, root: str) -> dict[str, Any]:
@@ -94,7 +44,7 @@ def _train(rank: int, world: int, root: str) -> dict[str, Any]:
             module = ParallelModule(sequence, seed=0 if rank == 0 else 5)
             strategy = QuantizedFSDPStrategy(tensor_parallel_size=2, node_size=2, **options)
             module, losses, norms = _fit(root, strategy, world, module)
-            results[kind, sequence] = losses, norms, _unlike(module)
+            results[kind, sequence] = losses, norms, unlike(module)
             plan = strategy.communication and strategy.communication.plan
             results[kind, sequence, "plan"] = plan and {t.name: t.numel for t in plan.trained}
     return results
@@ -183,14 +133,14 @@ def _special(rank: int, world: int, root: str) -> dict[str, Any]:
         else nullcontext()
     ):
         module, *_ = _fit(root, strategy, world, ParallelModule(), callbacks=[WritesOnOneRank()])
-    found["unlike"] = _unlike(module)
+    found["unlike"] = unlike(module)
     module, *_ = _fit(root, QuantizedFSDPStrategy(**options), world, Counts(), max_steps=4)
     found["n"] = module.total, float(module.trainer.callback_metrics["n_epoch"])
     strategy = QuantizedFSDPStrategy(node_size=2, local_steps=2, **options)
     module, losses, _ = _fit(root, strategy, world, ParallelModule(True))
     found["local"] = (
         losses,
-        _unlike(module),
+        unlike(module),
         float(sum(p.to_local().detach().sum() for p in module.parameters())),
     )
     return found

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -125,6 +126,7 @@ class LogRecorder:
             )
         entry.batch_sizes.append(None if size is None else int(size))
         if value is not None:
+            value = value.full_tensor() if isinstance(value, DTensor) else value
             number = torch.as_tensor(value, device=self._module.device)
             entry.values.append(number.detach().to(torch.float64).reshape(()))
 

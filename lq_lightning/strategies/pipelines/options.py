@@ -138,16 +138,24 @@ class PipelineOptions:
                 self.schedule, pipeline_size, self.microbatches(pipeline_size), self.stages_per_rank
             )
 
-    def size(self, owner: str, world_size: int) -> int:
-        """Return the ranks along the pipeline; ``ValueError`` if they do not divide the world."""
-        size = world_size if self.pipeline_size is None else self.pipeline_size
-        if world_size % size:
-            divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-            raise ValueError(
-                f"`{owner}(pipeline_size={size})` does not divide the {world_size} ranks of the "
-                f"run: every pipeline needs as many. Allowed here: {divisors}."
-            )
-        return size
+    def size(self, owner: str, world_size: int, tensor_size: int = 1) -> int:
+        """Return the ranks along the pipeline, for each of ``tensor_size`` tensor-parallel ranks.
+
+        ``ValueError`` if they do not divide the world.
+        """
+        for name, size, ranks in (
+            ("tensor_parallel_size", tensor_size, world_size),
+            ("pipeline_size", self.pipeline_size or 1, world_size // tensor_size),
+        ):
+            if size > ranks or ranks % size:
+                divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+                whole = ranks == world_size
+                which = "ranks" if whole else f"groups of {tensor_size} tensor-parallel ranks"
+                raise ValueError(
+                    f"`{owner}({name}={size})` does not divide the {ranks} {which} of the run: "
+                    f"every pipeline needs as many. Allowed here: {divisors}."
+                )
+        return self.pipeline_size or world_size // tensor_size
 
     def microbatches(self, pipeline_size: int) -> int:
         """Return the most micro-batches that a training batch is cut into."""
@@ -225,7 +233,8 @@ def check_module(owner: str, module: LightningModule) -> None:
     if is_overridden("backward", module):
         raise NotImplementedError(
             f"`{name}.backward` is overridden, but `{owner}` runs the backward passes itself, one "
-            "per micro-batch and stage. Scale the loss in `training_step` instead."
+            "per micro-batch and stage. Scale the loss in `training_step` instead; a "
+            "`loss_parallel()` that is around it there holds in backward, too."
         )
 
 

@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
 from lq_lightning._compat.saved_tensors import hasten_casts, let_go_of_casts, version_of
+from lq_lightning._compat.tensor_parallel import plain_loss
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
@@ -179,13 +182,14 @@ class MicroBatches:
             result = self._step(*self._arguments[index])
         self._calls.check(result, "what the step returns")  # beside the loss, too
         if self._scale is None:
-            return result
+            return _whole(result)
         loss, extra = _split_output(type(self._module).__name__, result)
+        loss = None if loss is None else plain_loss(loss)
         if loss is not None and self._shares is not None:
             share = self._shares[index]
             # without a target there may be no number that 0 makes 0, nor its gradient
             loss = loss * share if share else torch.zeros_like(loss).requires_grad_()
-        self._outputs[index] = StepOutput(None if loss is None else loss.detach(), extra)
+        self._outputs[index] = StepOutput(None if loss is None else loss.detach(), _whole(extra))
         if loss is None:  # all ranks hear of it when the schedule is done
             return torch.zeros((), device=self._module.device, requires_grad=True)
         return loss * self._scale
@@ -193,6 +197,11 @@ class MicroBatches:
     def in_order(self) -> list[StepOutput]:
         """Return the outputs of the last batch by micro-batch, on the rank of the last stage."""
         return [self._outputs[index] for index in sorted(self._outputs)]
+
+
+def _whole(outputs: Any) -> Any:
+    """Gather DTensors, whose mesh other stages do not have."""
+    return apply_to_collection(outputs, DTensor, DTensor.full_tensor)
 
 
 def _split_output(owner: str, result: Any) -> tuple[Tensor | None, dict[str, Any]]:
@@ -284,6 +293,7 @@ class PipelineRun(StrategyPart):
             for stage in record.stages
         }
         kept.calls.random = self._random = RandomNumbers(ranks.device)
+        kept.calls.tensor_size = ranks.tensor_size
         self._plan = record.plan
         self.seeds = BatchSeeds(ranks.stage_group.rank())
         self._refused: list[str] = []
@@ -427,8 +437,8 @@ class PipelineRun(StrategyPart):
             return error
 
     def _someone_lacks(self, lacking: bool) -> bool:
-        """Return whether any replica of this stage has to probe: sharded ones probe together."""
-        if self._ranks.replicas == 1:
+        """Return whether any rank with these layers has to probe: they do so together."""
+        if not self._ranks.share_layers:
             return lacking
         flag = torch.tensor([lacking], dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._ranks.stage_control_group)

@@ -68,7 +68,8 @@ class PipelineRanks:
         mesh: 3-D; tensor-parallel ranks are neighbours.
         group: Ranks of this pipeline, in the order of its stages.
         control_group: The same ranks on gloo, for small messages between hosts.
-        stage_group: Ranks with the same layers and tensor-parallel shards.
+        stage_group: Ranks with the same layers and tensor-parallel shards, and other data.
+        tensor_size: Ranks that share each layer, on the same data.
         model_group: Ranks with the same layers.
         stage_control_group: The same ranks on gloo.
     """
@@ -77,7 +78,7 @@ class PipelineRanks:
         replicas = dist.get_world_size() // (pipeline_size * tensor_size)
         axes = {"pipeline": pipeline_size, DATA: replicas, TENSOR: tensor_size}
         self.mesh = shared_mesh(device.type, axes)
-        self.device = device
+        self.device, self.tensor_size = device, tensor_size
         self.group: dist.ProcessGroup = self.mesh.get_group("pipeline")
         self.stage_group: dist.ProcessGroup = self.mesh.get_group(DATA)
         self.model_group = self.stage_group
@@ -85,7 +86,7 @@ class PipelineRanks:
             stages = self.mesh.mesh.flatten(1).tolist()
             self.model_group = shared_split("model", world_group(), stages, device)
         self.control_group = _over_gloo(self.group, device)
-        self.stage_control_group = _over_gloo(self.stage_group, device)
+        self.stage_control_group = _over_gloo(self.model_group, device)
 
     @property
     def size(self) -> int:
@@ -99,8 +100,13 @@ class PipelineRanks:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same layers."""
+        """Pipelines beside each other, on other data."""
         return self.stage_group.size()
+
+    @property
+    def share_layers(self) -> bool:
+        """Whether several ranks hold the same layers."""
+        return self.model_group.size() > 1
 
     def holders(self, places: Sequence[int]) -> dist.ProcessGroup:
         """Return the group of some ranks of each pipeline, by their ascending numbers.

@@ -1,4 +1,4 @@
-"""A small language model that tensor-parallel ranks cut in `configure_model`."""
+"""A small language model that ``configure_model`` cuts as Lightning shows, data, and checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -16,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 VOCABULARY, LENGTH = 32, 8
 
@@ -113,3 +116,61 @@ class ParallelModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Batches(Dataset[Tensor]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return batch(index, size=1)[0]
+
+
+class Feeds(pl.LightningDataModule):
+    """Every data-parallel rank gets its share of each eight sequences, in order."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        strategy: Any = self.trainer.strategy  # type: ignore[union-attr]
+        several = self.trainer.world_size > 1  # type: ignore[union-attr]
+        kwargs = strategy.distributed_sampler_kwargs if several else {"num_replicas": 1, "rank": 0}
+        data = Batches(self.size)
+        sampler = DistributedSampler(data, shuffle=False, **kwargs)
+        return DataLoader(data, batch_size=8 // kwargs["num_replicas"], sampler=sampler)
+
+    val_dataloader = train_dataloader
+
+
+class Norms(Callback):
+    """Keeps the gradient norm of each step as all ranks see it."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if trainer.world_size > 1:
+            norm = trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+        self.values.append(float(norm))
+
+
+def unlike(module: nn.Module) -> list[str]:
+    """Replicated parameters whose shards differ between tensor-parallel ranks."""
+    group = module.device_mesh.get_group("tensor_parallel")  # type: ignore[union-attr]
+    found = []
+    for name, parameter in module.named_parameters():
+        mesh, local = parameter.device_mesh, parameter.to_local().detach()  # type: ignore[attr-defined]
+        placed = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))  # type: ignore[attr-defined]
+        every = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(every, local.contiguous(), group=group)
+        same = all(torch.equal(local, each) for each in every)
+        if placed.get("tensor_parallel", Replicate()).is_replicate() and not same:
+            found.append(name)
+    return found
