@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
-from lq_lightning._compat.tensors import empty_like_sharded, local_shard
+from lq_lightning._compat.tensors import empty_like_sharded, local_shard, whole_tensor
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 from lq_lightning.foundation.parameters import clean_name, tied_names
@@ -51,7 +51,7 @@ def gather_tensors(tree: Any, keep: bool) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(gather_tensors(value, keep) for value in tree)
     if isinstance(tree, DTensor):
-        whole = tree.full_tensor().detach()
+        whole = whole_tensor(tree.detach())
         return whole.cpu() if keep else None
     if isinstance(tree, Tensor):
         return tree.detach().cpu() if keep else None
