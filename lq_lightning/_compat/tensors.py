@@ -18,9 +18,23 @@ def local_shard(full: Tensor, like: DTensor) -> DTensor:
 
 
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Index of this rank's part in the whole tensor, which is all of it if it is no DTensor."""
+    """Index of this rank's part in the whole tensor, which is all of it if it is no DTensor.
+
+    Raises:
+        NotImplementedError: The part is not one block, as FSDP2 and tensor parallelism make it.
+    """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
+    pieces: dict[int, int] = {}  # into which later axes cut a dimension
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        dim = getattr(placement, "dim", None)
+        if isinstance(placement, _StridedShard) and placement.split_factor != pieces.get(dim, 1):
+            raise NotImplementedError(
+                f"a tensor of shape {tuple(tensor.shape)} is placed as {tensor.placements}: a "
+                "rank's rows lie apart. Shard it with `parallelize_module` and `fully_shard`."
+            )
+        if dim is not None:
+            pieces[dim] = pieces.get(dim, 1) * tensor.device_mesh.size(axis)
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )

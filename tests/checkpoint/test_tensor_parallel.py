@@ -9,12 +9,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lq_testing.lightning_models import PLAIN, Losses, run_trainer, trainer
-from lq_testing.tensor_models import WIDTH, ParallelModule, batch
+from lq_testing.lightning_models import PLAIN, SMALL, Losses, run_trainer, trainer
+from lq_testing.tensor_models import WIDTH, ParallelLM, ParallelModule, batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning import (
+    GradientQuantization,
+    QuantizedFSDPStrategy,
+    WeightQuantization,
+    load_pretrained,
+)
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 
 HIDDEN = 50  # 25 for each of two tensor-parallel ranks, so 13 and 12 for two data-parallel ones
@@ -23,9 +28,13 @@ HIDDEN = 50  # 25 for each of two tensor-parallel ranks, so 13 and 12 for two da
 class Uneven(ParallelModule):
     """Tied embedding, and shards of several sizes, some of them empty."""
 
-    def __init__(self, parallel: bool = True, lr: float = 1e-2) -> None:
+    def __init__(self, parallel: bool = True, pretrained: str | None = None) -> None:
         super().__init__(True if parallel else None)
-        self.lr = lr
+        self.pretrained = pretrained
+        self._make()
+
+    def _make(self) -> None:
+        self.net = ParallelLM()
         for block in self.net.blocks:
             block.mlp.up, block.mlp.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.net.tiny = nn.Parameter(torch.ones(3))
@@ -33,6 +42,10 @@ class Uneven(ParallelModule):
         self.net.head.weight = self.net.embedding.weight
 
     def configure_model(self) -> None:
+        if self.pretrained is not None:
+            with torch.device("meta"):
+                self._make()
+            load_pretrained(self.net, self.pretrained)
         super().configure_model()
         self.net.head.weight = self.net.embedding.weight  # each was cut by itself
 
@@ -52,16 +65,33 @@ class Saves(Callback):
             run.save_checkpoint(self.path)
 
 
+class SavesFirst(Saves):
+    """Saves after the first epoch."""
+
+    def on_train_start(self, *args: Any) -> None:
+        pass
+
+    def on_train_epoch_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
+        if run.current_epoch == 0:
+            run.save_checkpoint(f"{self.path}")
+
+
 def _fit(
-    root: str, use: Any, devices: int, start: str | None, save: str | None, **options: Any
+    root: str,
+    use: Any,
+    devices: int,
+    start: str | None = None,
+    save: str | None = None,
+    pretrained: str | None = None,
+    **options: Any,
 ) -> tuple[pl.Trainer, list[float]]:
     losses = Losses()
     several = isinstance(use, QuantizedFSDPStrategy) and use._tensor.size > 1
-    module = Uneven(several, lr=1e-2 if start is None else 0.5)
-    callbacks = [losses, Saves(save and f"{root}/{save}")]
-    run = trainer(
-        use, root, devices=devices, callbacks=callbacks, use_distributed_sampler=False, **options
-    )
+    module = Uneven(several, pretrained)
+    module.lr = 1e-2 if start is None else 0.5  # everything comes from the checkpoint
+    callbacks = [losses, Saves(save and f"{root}/{save}"), *options.pop("callbacks", ())]
+    options = {"use_distributed_sampler": False, **options}
+    run = trainer(use, root, devices=devices, callbacks=callbacks, **options)
     data = DataLoader([batch(i, size=1)[0] for i in range(16)], batch_size=4)
     run.fit(module, data, ckpt_path=start and f"{root}/{start}")
     return run, losses.values
@@ -85,6 +115,9 @@ def _train(rank: int, world: int, root: str) -> list[list[float]]:
         )
         _, losses = _fit(root, use, world, f"{start}.ckpt", f"{world}{name}.ckpt", max_epochs=2)
         found.append(losses)
+    if world == 4:
+        use = QuantizedFSDPStrategy(tensor_parallel_size=2, **PLAIN)
+        _fit(root, use, world, None, "pretrained.ckpt", f"{root}/one.safetensors", max_steps=1)
     assert not warned
     return found
 
@@ -100,14 +133,15 @@ def _tensors(content: Any) -> dict[str, Tensor]:
 
 def test_checkpoints_of_all_sizes_hold_and_restore_the_same(tmp_path: Path) -> None:
     root = str(tmp_path)
-    first, _ = _fit(root, "auto", 1, None, None)
+    first, _ = _fit(root, "auto", 1)
     first.save_checkpoint(f"{root}/plain.ckpt")
-    _, losses = _fit(root, "auto", 1, "plain.ckpt", None, max_epochs=2)
+    _, losses = _fit(root, "auto", 1, "plain.ckpt", max_epochs=2)
     # ours holds the names of states
     own = QuantizedFSDPStrategy()
     assert _fit(root, own, 1, "plain.ckpt", "one.ckpt", max_epochs=2)[1] == losses
     expected = _tensors(torch.load(f"{root}/one.ckpt", weights_only=True))
     assert len(expected) > 60
+    consolidate_checkpoint(f"{root}/one.ckpt", f"{root}/one.safetensors", "safetensors", "net.")
     for world, runs in RUNS.items():
         for found in run_trainer(_train, world, root):
             for values in found:
@@ -122,4 +156,53 @@ def test_checkpoints_of_all_sizes_hold_and_restore_the_same(tmp_path: Path) -> N
             assert tensors.keys() == expected.keys()
             for key, value in expected.items():
                 assert torch.equal(tensors[key], value), (path.name, key)
-        assert _fit(root, "auto", 1, "joined.ckpt", None, max_epochs=2)[1] == losses
+        assert _fit(root, "auto", 1, "joined.ckpt", max_epochs=2)[1] == losses
+    consolidate_checkpoint(tmp_path / "pretrained.ckpt", tmp_path / "joined.ckpt")
+    started = _tensors(torch.load(tmp_path / "joined.ckpt", weights_only=True))
+    wrong = [key for key in expected if "weight net" in key and "seen" not in key]
+    wrong = [key for key in wrong if not torch.equal(started[key], expected[key])]
+    assert not wrong
+
+
+STOCHASTIC: dict[str, Any] = {
+    **SMALL,
+    "weights": WeightQuantization(rounding="stochastic"),
+    "gradients": GradientQuantization(rounding="stochastic"),
+}
+SAME = (  # single file?, options of the strategy
+    (False, {**STOCHASTIC, "replica": "node", "node_size": 2}),
+    (True, STOCHASTIC),
+    (False, {**STOCHASTIC, "node_size": 2, "local_steps": 2}),
+)
+
+
+def _continue(rank: int, world: int, root: str) -> None:
+    for number, (full, options) in enumerate(SAME):
+
+        def strategy(size: int, full: bool, options: Any) -> QuantizedFSDPStrategy:
+            return QuantizedFSDPStrategy(
+                tensor_parallel_size=size, save_distributed_checkpoint=not full, **options
+            )
+
+        more = {"max_epochs": 2, "use_distributed_sampler": True}
+        saves = SavesFirst(f"{root}/{number}/first.ckpt")
+        _, losses = _fit(root, strategy(2, full, options), world, callbacks=[saves], **more)
+        path = f"{number}/first.ckpt"
+        _, again = _fit(root, strategy(2, full, options), world, path, **more)
+        assert again == losses[2:], number
+        if not number:
+            _fit(root, strategy(1, True, options), world, path, "whole.ckpt", **more)
+
+
+def test_runs_go_on_exactly_on_the_same_ranks(tmp_path: Path) -> None:
+    run_trainer(_continue, 4, str(tmp_path))
+    consolidate_checkpoint(tmp_path / "0" / "first.ckpt", tmp_path / "joined.ckpt")
+    joined, whole = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("joined", "whole")
+    )
+    replicas = [found["lq_lightning"]["tensors"] for found in (joined, whole)]
+    assert len(replicas[0]) > 4
+    pairs = [(_tensors(joined), _tensors(whole)), replicas]
+    for first, second in pairs:
+        assert first.keys() == second.keys()
+        assert not [key for key, value in first.items() if not torch.equal(value, second[key])]
