@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -21,25 +23,35 @@ def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Index of this rank's part in the whole tensor, which is all of it if it is no DTensor.
 
     Raises:
-        NotImplementedError: The part is not one block, as FSDP2 and tensor parallelism make it.
+        NotImplementedError: The part is no contiguous block.
     """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    pieces: dict[int, int] = {}  # into which later axes cut a dimension
-    for axis, placement in reversed(list(enumerate(tensor.placements))):
-        dim = getattr(placement, "dim", None)
-        if isinstance(placement, _StridedShard) and placement.split_factor != pieces.get(dim, 1):
+    return _slices(tensor.shape, tensor, tensor.placements)
+
+
+def _slices(shape: torch.Size, like: DTensor, placements: Sequence[Placement]) -> tuple[slice, ...]:
+    mesh = like.device_mesh
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, _StridedShard):
+            continue
+        # FSDP2 shards what tensor parallelism, whose axis is further right, has sharded before
+        inner = zip(mesh.shape[axis + 1 :], placements[axis + 1 :], strict=True)
+        if placement.split_factor != math.prod(n for n, p in inner if is_shard(p, placement.dim)):
             raise NotImplementedError(
-                f"a tensor of shape {tuple(tensor.shape)} is placed as {tensor.placements}: a "
-                "rank's rows lie apart. Shard it with `parallelize_module` and `fully_shard`."
+                f"a tensor of shape {tuple(shape)} is placed as {tuple(placements)}: a rank's part "
+                "of it is no contiguous block. Shard each of the matrices that it consists of as "
+                "a parameter of its own."
             )
-        if dim is not None:
-            pieces[dim] = pieces.get(dim, 1) * tensor.device_mesh.size(axis)
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    starts = [min(start, size) for start, size in zip(offset, tensor.shape, strict=True)]
-    return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
+    local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    starts = [min(start, size) for start, size in zip(offset, shape, strict=True)]
+    return tuple(slice(start, start + length) for start, length in zip(starts, local, strict=True))
+
+
+def is_shard(placement: Placement, dim: int | None = None) -> bool:
+    """Whether a placement cuts a dimension (``dim``, if given), be it before or after others."""
+    shards = isinstance(placement, Shard | _StridedShard)
+    return shards and dim in (None, placement.dim)  # type: ignore[attr-defined]
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:
