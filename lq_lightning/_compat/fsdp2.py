@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
@@ -77,8 +78,14 @@ def fsdp_units(root: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
 
 
 def uses_hsdp(group: Any) -> bool:
-    """Whether the parameter group also replicates over a second mesh axis (HSDP)."""
-    return bool(type(group.mesh_info).__name__ == "HSDPMeshInfo")
+    """Whether the parameter group replicates over a mesh axis: beside another one (HSDP) or not."""
+    return bool(type(group.mesh_info).__name__ != "FSDPMeshInfo")
+
+
+def unit_mesh(group: Any) -> DeviceMesh:
+    """The data-parallel mesh that ``fully_shard`` was given: 1-D, or 2-D for HSDP."""
+    mesh: DeviceMesh = group.mesh_info.mesh
+    return mesh
 
 
 def offloads_to_cpu(root: nn.Module) -> bool:

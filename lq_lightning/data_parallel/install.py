@@ -168,9 +168,9 @@ def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -
     for name, _, group in found:
         if uses_hsdp(group):
             raise NotImplementedError(
-                f"unit `{name}` is sharded over a 2-D mesh (HSDP), whose replica all-reduce "
-                "bypasses quantization. Use a 1-D mesh over all ranks; `node_size` gives the "
-                "two levels."
+                f"unit `{name or 'root'}` is sharded over a mesh with replicas (HSDP), whose "
+                "all-reduce bypasses quantization. Give `fully_shard` a 1-D mesh of all ranks; "
+                "`WeightQuantization(replica='node')` gathers weights within nodes only."
             )
         ranks = [dist.get_process_group_ranks(shard_group(g)) for g in (first, group)]
         if ranks[0] != ranks[1]:

@@ -1,7 +1,8 @@
-"""Tensors in nested collections."""
+"""Nested collections."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,3 +19,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+
+
+def leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield what mappings, lists, tuples and dataclasses hold, with the path to it."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from leaves(value[key], f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value

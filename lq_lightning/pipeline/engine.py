@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lq_lightning.foundation.agreement import gather_objects
+from lq_lightning.foundation.nested import leaves
 
 from .execution import (
     BoundaryTraffic,
@@ -72,34 +72,20 @@ def batch_signature(batch: object) -> str:
         f"{path}: {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         if isinstance(leaf, Tensor)
         else f"{path}: {type(leaf).__name__}"
-        for path, leaf in _leaves(batch, "batch")
+        for path, leaf in leaves(batch, "batch")
     )
 
 
 def batch_digest(batch: object) -> str:
     """Return a digest of the tensors, strings and numbers of a batch; the host waits for GPUs."""
     digest = hashlib.sha256()
-    for _, leaf in _leaves(batch, "batch"):
+    for _, leaf in leaves(batch, "batch"):
         if isinstance(leaf, Tensor):
             content = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(content.numpy().tobytes())
         elif isinstance(leaf, (str, bytes, bool, int, float, complex)):
             digest.update(repr(leaf).encode())
     return digest.hexdigest()[:12]
-
-
-def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        for key in value:
-            yield from _leaves(value[key], f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
-    else:
-        yield path, value
 
 
 def _differences(everyone: list[dict[str, str]]) -> str:

@@ -21,9 +21,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, uses_hsdp
+from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, unit_mesh, uses_hsdp
 from lq_lightning._compat.modules import has_gradient_hooks
-from lq_lightning._compat.tensor_parallel import why_not_shardable
+from lq_lightning._compat.tensor_parallel import DATA, TENSOR, why_not_shardable
 from lq_lightning.checkpoint.files import is_local, put_back
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import shares_memory_within
@@ -62,14 +62,7 @@ def check_shardable(root: nn.Module, tensor: DeviceMesh | None = None) -> None:
                 ".clamp(max=1))`."
             )
     managed: set[int] = set()
-    for name, _, group in fsdp_units(root):
-        if uses_hsdp(group):
-            raise NotImplementedError(
-                f"unit `{name or 'root'}` was sharded with a 2-D mesh (HSDP, or tensor "
-                "parallelism), which this strategy does not offer. Allowed is the 1-D mesh: "
-                "`fully_shard(module, mesh=self.device_mesh['data_parallel'])`; `node_size` gives "
-                "the two levels of communication."
-            )
+    for _, _, group in fsdp_units(root):
         managed.update(id(p.sharded_param) for p in GroupParams(group)())
     for name, parameter in root.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -111,6 +104,60 @@ def check_shardable(root: nn.Module, tensor: DeviceMesh | None = None) -> None:
                 f"parameter `{name}` of shape {tuple(parameter.shape)} has no elements, and FSDP2 "
                 "cannot reduce its gradient. Leave it out, or freeze it: `requires_grad_(False)`."
             )
+
+
+def check_meshes(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse units and DTensors of ``configure_model`` on other ranks than the strategy's own.
+
+    Nothing would average gradients over all of them, so that ranks would train different models.
+
+    Args:
+        mesh: The strategy's, with an axis ``"data_parallel"``.
+    """
+    own = mesh[DATA].mesh.flatten().tolist()
+    remedy = (
+        "Give `fully_shard` the argument `mesh=self.device_mesh['data_parallel']`, or leave it out "
+        "and let the strategy shard. To gather weights within nodes only, as HSDP does, set "
+        "`replica='node'`; `node_size` says how many ranks a node has."
+    )
+    managed: set[int] = set()
+    for name, _, group in fsdp_units(root):
+        found, unit = unit_mesh(group), f"unit `{name or 'root'}` was sharded over "
+        if uses_hsdp(group):
+            raise NotImplementedError(
+                f"{unit}{_ranks_of(found)}, as replicas (HSDP), between which FSDP2 would average "
+                f"gradients past this strategy. {remedy}"
+            )
+        if found.mesh.flatten().tolist() != own:
+            raise ValueError(
+                f"{unit}{_ranks_of(found)}, but this rank shares its parameters with the ranks "
+                f"{own}, in this order. {remedy}"
+            )
+        for _, parameter, *_ in GroupParams(group)():
+            axes = parameter.device_mesh.mesh_dim_names or ()  # type: ignore[attr-defined]
+            if len(axes) > 1 and TENSOR not in axes:
+                raise ValueError(
+                    f"{unit}{own}, but its parameters are also cut over another axis than "
+                    f"`{TENSOR}`: {_ranks_of(parameter.device_mesh)}. Give "  # type: ignore[attr-defined]
+                    f"`parallelize_module` the mesh `self.device_mesh['{TENSOR}']`. {remedy}"
+                )
+            managed.add(id(parameter))
+    for name, parameter in root.named_parameters():
+        if not isinstance(parameter, DTensor) or id(parameter) in managed:
+            continue
+        shared = set(own) & set(parameter.device_mesh.mesh.flatten().tolist())
+        if len(shared) > 1:
+            raise ValueError(
+                f"parameter `{name}` was distributed over {_ranks_of(parameter.device_mesh)}, of "
+                f"which the strategy shards parameters over {sorted(shared)} itself. Leave it a "
+                "plain tensor there. For tensor parallelism set `tensor_parallel_size` and give "
+                f"`parallelize_module` the mesh `self.device_mesh['{TENSOR}']`."
+            )
+
+
+def _ranks_of(mesh: DeviceMesh) -> str:
+    axes = ", ".join(f"`{name}`" for name in mesh.mesh_dim_names or ())
+    return f"the ranks {mesh.mesh.tolist()}" + (f" ({axes})" if axes else "")
 
 
 def check_fully_sharded(root: nn.Module) -> None:

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -57,6 +58,7 @@ from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import (
     check_callbacks,
     check_device,
+    check_meshes,
     check_optimizer,
     check_start,
 )
@@ -183,6 +185,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def place_module(self, module: LightningModule) -> None:
         """Shard the module and move it; called by each Trainer method, also for a placed module."""
+        self._parallelize(module)
         self._shard_once(module)
         initialize_root(cast(FSDPModule, module))
         register_evaluation_steps(module)
@@ -356,9 +359,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
         with self._failures.explained():
             self.place_module(module)
             self._checkpointer.run_deferred_load()  # before optimizers are made, as on one device
+            self._tensor.begin_run(module, self.device_mesh, self.model_group(), self.root_device)
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
+                if self._tensor.size > 1 and submodule.process_group is None:
+                    submodule.process_group = self.data_group()
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -383,23 +389,26 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._checkpointer.run_deferred_load()  # only called on the single-device path
         return model
 
+    def _parallelize(self, module: LightningModule) -> None:
+        """Cut a whole module for tensor-parallel ranks as the option says."""
+
     def _shard_once(self, module: LightningModule) -> None:
         known = sharded(module)
         if known is not None:
             check_settings(module, known.settings, self.settings())
             return
-        mesh = self.device_mesh[DATA, TENSOR]
+        check_meshes(module, self.device_mesh)
         known = shard(
             module,
             self.unit_selector(),
             self._options,
             self._fsdp_precision,
-            mesh,
+            self.device_mesh[DATA, TENSOR],
             self.model_group(),
             self.root_device,
             self._layer_sync,
         )
-        self._tensor.share_values(module, mesh, self.model_group())
+        self._tensor.share_values()
         known.settings, known.extra = self.settings(), self.on_sharded(module)
         remember(module, known)
         rank_zero_info(known.plan.summary())
@@ -407,14 +416,17 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers and check that they update the sharded parameters."""
         super().setup_optimizers(trainer)
-        self._steps.set_up(self._require_module(), self.optimizers)
-        self._tensor.set_up()
-        if self._tensor.size > 1:
+        module = self._require_module()
+        self._steps.set_up(module, self.optimizers)
+        self._tensor.set_up(self.optimizers)
+        # `fully_shard` without `mesh` makes one of its own
+        meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+        if self._tensor.size > 1 or len(meshes) > 1:
             self._norm = self.make_norm()
             self._fsdp_precision.clip_norm = self._norm.clip
         if self._is_sharded:
             for index, optimizer in enumerate(self.optimizers):
-                state.check_optimizer(self._require_module(), optimizer, index)
+                state.check_optimizer(module, optimizer, index)
         if self.replica_topology().world_size == 1:
             names = ("weights", "gradients", "replica")
             self._collectives.warn_without_effect(names, self.why_alone)
@@ -434,11 +446,16 @@ class FullyShardedStrategy(ModelParallelStrategy):
     # --- forward --------------------------------------------------------------------------------
 
     @contextmanager
-    def _guard(self) -> Generator[None, None, None]:
-        """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank."""
+    def _guard(self, *arguments: Any) -> Generator[None, None, None]:
+        """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank.
+
+        ``arguments`` are those of a step: the batch comes first.
+        """
         check_values(self._require_module())
         with self._failures.explained():
             try:
+                if arguments:
+                    self._tensor.check_batch(arguments[0])
                 yield
             except Exception as error:
                 if not is_lost_rank(error):
@@ -469,7 +486,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             yield
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._guard():
+        with self._guard(*args):
             result = step(*args, **kwargs)
         if self._is_sharded:
             # hooks see shards, as in training; FSDP2 would keep the root gathered
@@ -479,7 +496,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, whose calls of submodules are in a forward of the root unit."""
         record = self._sharded
-        with self._guard():
+        with self._guard(*args):
             if record is None:
                 return super().training_step(*args, **kwargs)
             with record.forward.step() as finish:
@@ -697,7 +714,14 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Check the last gradients; stop all ranks after a signal that no batch followed."""
         if self._agreement is not None:
             self._agreement.finish()
+        self._tensor.check_last_batch()
         self._failures.training_ends()
+
+    def on_validation_end(self) -> None:
+        """Check the last batch."""
+        self._tensor.check_last_batch()
+
+    on_test_end = on_predict_end = on_validation_end
 
     def _share_buffers(self) -> None:
         """Let all ranks evaluate with the same buffers, such as running statistics."""

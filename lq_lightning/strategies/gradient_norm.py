@@ -43,9 +43,8 @@ class GradientNorm:
         numbers = dict(self._numbers)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            for axis, placement in zip(
-                mesh.mesh_dim_names or (), parameter.placements, strict=True
-            ):
+            axes = mesh.mesh_dim_names or ("",)  # of the user: the data-parallel axis
+            for axis, placement in zip(axes, parameter.placements, strict=True):
                 if not placement.is_replicate():
                     numbers.pop(axis, None)
         return id(parameter) not in self.silent and not any(numbers.values())

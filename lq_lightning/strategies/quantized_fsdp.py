@@ -143,15 +143,6 @@ class ReplicaGroups(StrategyPart):
         Refuses, on all ranks, models that differ between nodes.
         """
         mesh, device = self._strategy.device_mesh, self._strategy.root_device
-        own, every = mesh[SHARD].mesh.tolist(), mesh[SHARD, TENSOR].mesh.tolist()
-        for name, parameter in module.named_parameters():
-            ranks = parameter.device_mesh.mesh.tolist()  # type: ignore[attr-defined]
-            if ranks not in (own, every):
-                raise ValueError(
-                    f"`{name}` is sharded over the ranks {ranks}, but with `local_steps` every "
-                    f"node has a copy, here over {own}: give `fully_shard` the argument "
-                    f'`mesh=self.device_mesh["{SHARD}"]`.'
-                )
         by_name = sorted(module.named_parameters())
         check_same_entries(
             {name: describe(t) for name, t in (*by_name, *module.named_buffers())},

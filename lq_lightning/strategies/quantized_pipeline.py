@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import accumulation_window, set_device_mesh
 from lq_lightning._compat.modules import initialize_root
+from lq_lightning._compat.tensor_parallel import TENSOR
 from lq_lightning.checkpoint.checkpointer import ALL_RANKS, ModelLayout, show_shards
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.codecs import CodecSpec
@@ -27,6 +28,7 @@ from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
 from lq_lightning.pipeline.boundary import TAHQuantization
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
+from lq_lightning.strategies.checks import check_meshes
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.gradient_norm import GradientNorm
 from lq_lightning.strategies.options import FSDPOptions, UnitSelector, check_option_names
@@ -46,12 +48,12 @@ from lq_lightning.strategies.pipelines.stages import (
     cut,
     cut_of,
     describe_shared,
-    draw_alike,
     place,
     remember_cut,
     shared_tensors,
     stage_topology,
 )
+from lq_lightning.strategies.same_batches import draw_alike
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
     check_settings,
@@ -319,6 +321,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:
         check_module(type(self).__name__, module)
+        check_meshes(module, ranks.mesh)
         record = cut(module, self._pipeline_options, ranks, self.settings(), self._options.units)
         remember_cut(module, record)
         numels = ", ".join(f"{numel:,}" for numel in record.numels)
@@ -387,7 +390,9 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         """Let the ranks of a pipeline draw the same batches."""
         dataloader = super().process_dataloader(dataloader)
         if self._ranks is not None:
-            draw_alike(dataloader, self._ranks)
+            ranks = self._ranks
+            groups = [ranks.control_group, ranks.mesh.get_group(TENSOR)]
+            draw_alike(dataloader, groups, ranks.stage_group.rank())
         return dataloader
 
     def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:
@@ -468,7 +473,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             return super().training_step(*args, **kwargs)
         module = self._require_module()
         trainer = module.trainer
-        with self._guard():
+        with self._guard(*args):
             count = run.prepare("training_step", args, training=True)
             gradients.start(accumulation_window(trainer).first)
             scale = 1.0 / (count * trainer.accumulate_grad_batches)
@@ -481,7 +486,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         run = self._run
         if run is None:
             return super()._evaluate(step, *args, **kwargs)
-        with self._guard():
+        with self._guard(*args):
             run.prepare(step.__name__, args, training=False)
             result = run.evaluate(everywhere=step.__name__ == "predict_step")
         if self._is_sharded:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lq_lightning._compat.tensor_parallel import TENSOR, replicated_parameters, tensor_shard
 from lq_lightning._compat.tensors import local_tensor
@@ -17,6 +18,7 @@ from lq_lightning.foundation.topology import Topology
 from lq_lightning.kernels.checksum import checksums
 from lq_lightning.strategies.options import FSDPOptions
 from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
+from lq_lightning.strategies.same_batches import BatchCheck, align_random_numbers
 
 # Difference of a gradient between two ranks, relative to their mean. Rounding to bf16 and sums in
 # another order stay far below; where ranks see the gradient of their own tokens it is about 1.
@@ -61,18 +63,50 @@ class TensorRanks(StrategyPart):
         self._module: nn.Module | None = None
         self._group: dist.ProcessGroup | None = None
         self._every: dist.ProcessGroup | None = None
+        self._optimizers: Sequence[Optimizer] = ()
         self._steps = 0
+        self._batches: BatchCheck | None = None
 
-    def share_values(
-        self, module: nn.Module, mesh: DeviceMesh, every: dist.ProcessGroup | None
+    def begin_run(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        every: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
-        """Give replicated parameters the values of the first tensor-parallel rank.
+        """Let tensor-parallel ranks draw alike from here on, and compare their batches.
 
-        ``every`` has all ranks of the mesh.
+        ``every`` has all ranks that share the module.
         """
-        if self.size == 1:
+        if self.size > 1:
+            self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
+            align_random_numbers(self._group, device)
+            self._batches = BatchCheck(self._group, device)
+
+    def check_batch(self, batch: object) -> None:
+        """Refuse a batch or random numbers that other tensor-parallel ranks do not have."""
+        if self._batches is not None:
+            self._batches(batch)
+
+    def check_last_batch(self) -> None:
+        """Wait for the comparison of batches that is under way."""
+        if self._batches is not None:
+            self._batches.finish()
+
+    def before_save(self) -> None:
+        """Save nothing that was learned from different batches."""
+        self.check_last_batch()
+
+    def on_step_error(self) -> None:
+        """Drop the comparison that is under way."""
+        if self._batches is not None:
+            self._batches.forget()
+
+    def share_values(self) -> None:
+        """Give replicated parameters the values of the first tensor-parallel rank."""
+        module = self._module
+        if module is None:
             return
-        self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
         if not any(tensor_shard(p) is not None for p in module.parameters()):
             raise ValueError(
                 f"`{self._owner}(tensor_parallel_size={self.size})`: no parameter of "
@@ -83,15 +117,15 @@ class TensorRanks(StrategyPart):
             )
         self._copy_from_first(replicated_parameters(module).values())
 
-    @torch.no_grad()
-    def _copy_from_first(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            local = local_tensor(parameter.detach())
-            if local.numel():  # flat bytes: gloo knows no float8
+    def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            local = local_tensor(tensor.detach())
+            if local.numel():  # bytes: gloo knows no float8
                 dist.broadcast(local.view(-1).view(torch.uint8), group=self._group, group_src=0)
 
-    def set_up(self) -> None:
+    def set_up(self, optimizers: Sequence[Optimizer]) -> None:
         """Start a run of ``fit``."""
+        self._optimizers = optimizers
         self._steps = 0
 
     @torch.no_grad()
@@ -103,7 +137,6 @@ class TensorRanks(StrategyPart):
         """
         if self._module is None or self._steps:
             return
-        self._steps = 1
         names, differences = [], []
         for name, parameter in replicated_parameters(self._module).items():
             if parameter.grad is not None:
@@ -133,17 +166,16 @@ class TensorRanks(StrategyPart):
     def after_optimizer_step(self, stepped: bool) -> None:
         """Compare replicated parameters every so many steps."""
         every = self._options.check_replicas_every_n_steps
-        if self._module is None or not every:
-            return
         self._steps += 1
-        if self._steps % every == 0:
-            self._compare()
+        module, group = self._module, self._group
+        if module is not None and group is not None and every and self._steps % every == 0:
+            self._compare(module, group)
 
-    def _compare(self) -> None:
-        parameters = replicated_parameters(self._module)  # type: ignore[arg-type]
+    def _compare(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        parameters = replicated_parameters(module)
         own = checksums([local_tensor(p.detach()) for p in parameters.values()])
         every = own.new_empty(self.size, own.numel())
-        all_gather_flat(every.view(-1), own, self._group)
+        all_gather_flat(every.view(-1), own, group)
         differ = (every != every[:1]).any(0).to(torch.int32)
         # all ranks raise, or refresh their replicas, together
         dist.all_reduce(differ, dist.ReduceOp.MAX, group=self._every)
@@ -152,15 +184,25 @@ class TensorRanks(StrategyPart):
             return
         message = (
             f"`{drifted[0]}`{_more(drifted)} differ between tensor-parallel ranks, which all hold "
-            "the same parameters: something wrote to them on some ranks only, or computed "
-            "gradients of another order of sums"
+            "the same parameters: something wrote to them on some ranks only, or summed gradients "
+            "in another order"
         )
         if self._options.on_drift == "raise":
             raise RuntimeError(f"{message}. `on_drift='resync'` would take the first rank's.")
-        self._copy_from_first(parameters[name] for name in drifted)
+        for parameter in map(parameters.__getitem__, drifted):
+            self._copy_from_first((parameter, *self._states(parameter)))
         self._collectives.on_weights_loaded()
-        rank_zero_warn(f"{message}. They take the values of the first rank.")
+        rank_zero_warn(
+            f"{message}. They and their optimizer states become those of the first rank."
+        )
+
+    def _states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for value in optimizer.state.get(parameter, {}).values():
+                # counters of steps, on the CPU, are equal
+                if isinstance(value, Tensor) and value.device == parameter.device and value.ndim:
+                    yield value
 
 
-def _more(found: list[object] | list[str]) -> str:
+def _more(found: Sequence[object]) -> str:
     return f" and {len(found) - 1} more" if len(found) > 1 else ""

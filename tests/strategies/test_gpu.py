@@ -12,12 +12,23 @@ import torch
 import torch.distributed as dist
 from lq_testing.checkpoints import weights
 from lq_testing.fsdp2 import same_on_all_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, run_trainer, trainer
+from lq_testing.lightning_models import (
+    PLAIN,
+    SMALL,
+    Losses,
+    TinyModule,
+    loader,
+    run_trainer,
+    trainer,
+)
+from lq_testing.tensor_models import ParallelModule, batch
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 
-from lq_lightning import LocalSteps, QuantizedFSDPStrategy
+from lq_lightning import LocalSteps, QuantizedFSDPStrategy, QuantizedPrecision
+from lq_lightning._compat.tensor_parallel import replicated_parameters
 from lq_lightning._compat.torch import all_linked_by_nvlink
-from lq_lightning.callbacks import QuantizationMonitor
+from lq_lightning.callbacks import ActivationQuantization, QuantizationMonitor
 
 
 def _fit(root: str, world: int, options: dict[str, Any], **kwargs: Any) -> tuple[Any, list[float]]:
@@ -140,3 +151,57 @@ def test_one_gpu_runs_like_a_single_device(tmp_path: Path) -> None:
     )
     run.fit(TinyModule(), loader(), loader())
     assert losses == plain.values
+
+
+class _Same(torch.utils.data.Dataset[torch.Tensor]):
+    """Data-parallel ranks get the same sequence, so that every rank sees the whole batch's loss."""
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch(index // 8)[index % 4]
+
+
+def _tensor_parallel(rank: int, world: int, root: str) -> None:
+    recipes: dict[str, list[Any]] = {
+        "none": [],
+        "agoq": [ActivationQuantization("agoq")],
+        "coat": [ActivationQuantization("coat")],
+    }
+    exact: dict[bool, list[float]] = {}
+    for sequence in (False, True):
+        for name, callbacks in recipes.items():
+            for options in (PLAIN, {"gradients": "TLq-HS", "weights": "qWD", **SMALL}):
+                losses = Losses()
+                precision = QuantizedPrecision("bf16-mixed" if callbacks else "32-true")
+                strategy = QuantizedFSDPStrategy(tensor_parallel_size=2, **options)
+                run = trainer(
+                    *(strategy, root, world),
+                    accelerator="gpu",
+                    callbacks=[losses, *callbacks],
+                    plugins=[precision] if callbacks else [],
+                    max_steps=20,
+                )
+                module = ParallelModule(sequence, width=128, lr=1e-3)
+                run.fit(module, DataLoader(_Same(), batch_size=8))
+                if not callbacks and options is PLAIN:
+                    exact[sequence] = losses.values
+                near = zip(losses.values, exact[sequence], strict=True)
+                assert max(abs(a - b) for a, b in near) < 0.3, (sequence, name, losses.values)
+                replicated = replicated_parameters(module).values()
+                local = [p.to_local() for p in replicated]  # type: ignore[attr-defined]
+                group = module.device_mesh.get_group("tensor_parallel")  # type: ignore[union-attr]
+                assert same_on_all_ranks([t.detach() for t in local], group)
+    near = zip(exact[False], exact[True], strict=True)
+    assert max(abs(a - b) for a, b in near) < 1e-4, exact
+
+
+@pytest.mark.gpu(2)
+def test_two_tensor_parallel_gpus_train(tmp_path: Path) -> None:
+    run_trainer(_tensor_parallel, 2, str(tmp_path))
+
+
+@pytest.mark.gpu(4)
+def test_two_by_two_tensor_parallel_gpus_train(tmp_path: Path) -> None:
+    run_trainer(_tensor_parallel, 4, str(tmp_path))

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from lq_testing.lightning_models import TinyModule, loader, run_trainer, trainer
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 from lq_lightning.data_parallel import GradientQuantization
@@ -229,6 +230,13 @@ class Beside(TinyModule):
         return super().training_step(tokens, batch_idx)
 
 
+class OverStages(TinyModule):
+    """Shards over ranks that hold other layers, which never gather with this one."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.net.blocks[0])
+
+
 class FrozenStage(TinyModule):
     """Trains what the last stage has."""
 
@@ -251,6 +259,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Iterates, {}, "dataloader_iter"),
     (Lbfgs, {}, "LBFGS"),
     (FrozenStage, {}, r"the stages of a rank have none.* all of `self.parameters\(\)`"),
+    (OverStages, {}, r"over the ranks \[0, 1\], but .* the ranks \[[01]\], in this order"),
     (ClipsPart, {}, r"call `self.clip_gradients\(optimizer"),
     (TinyModule, {"layers": 1}, "1 layers, fewer than the 2 stages"),
     (TinyModule, {"split": [2, 0]}, "leaves stage 1 without layers"),

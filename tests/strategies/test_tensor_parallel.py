@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lq_testing.lightning_models import PLAIN, SMALL, Losses, run_trainer, trainer
-from lq_testing.ranks import RankError
-from lq_testing.tensor_models import ParallelModule, batch
+from lq_testing.tensor_models import ParallelModule, batch, plan
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchmetrics import SumMetric
 
 from lq_lightning import GradientQuantization, QuantizedFSDPStrategy, WeightQuantization
 
@@ -55,35 +57,26 @@ class Norms(Callback):
 
 
 def _fit(
-    root: str, strategy: Any, devices: int, module: ParallelModule | None = None, **options: Any
-) -> tuple[ParallelModule, list[float], list[float]]:
-    module = module or ParallelModule(None)
+    root: str, strategy: Any, devices: int, module: Any = None, **options: Any
+) -> tuple[Any, list[float], list[float]]:
+    module = ParallelModule(None) if module is None else module
     losses, norms = Losses(), Norms()
-    options = {
-        "callbacks": [losses, norms],
-        "max_steps": STEPS,
-        "gradient_clip_val": 1.0,
-        **options,
-    }
-    options["callbacks"] = [losses, norms]
-    run = trainer(strategy, root, devices=devices, **options)
-    run.fit(module, Feeds())
+    callbacks = [losses, norms, *options.pop("callbacks", [])]
+    options = {"max_steps": STEPS, "gradient_clip_val": 1.0, **options}
+    trainer(strategy, root, devices, callbacks=callbacks, **options).fit(module, Feeds())
     return module, losses.values, norms.values
 
 
 def _unlike(module: nn.Module) -> list[str]:
     """Replicated parameters whose shards differ between the two tensor-parallel ranks."""
-    found = []
     group = module.device_mesh.get_group("tensor_parallel")  # type: ignore[union-attr]
+    found = []
     for name, parameter in module.named_parameters():
-        local = parameter.to_local().detach()  # type: ignore[attr-defined]
+        mesh, local = parameter.device_mesh, parameter.to_local().detach()  # type: ignore[attr-defined]
+        placed = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))  # type: ignore[attr-defined]
         every = [torch.empty_like(local) for _ in range(2)]
         dist.all_gather(every, local.contiguous(), group=group)
-        sharded = any(
-            a == "tensor_parallel" and not p.is_replicate()
-            for a, p in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)  # type: ignore[attr-defined]
-        )
-        if not sharded and not torch.equal(*every):
+        if placed.get("tensor_parallel", Replicate()).is_replicate() and not torch.equal(*every):
             found.append(name)
     return found
 
@@ -124,3 +117,90 @@ def test_2x2_ranks_train_as_one_process_does(tmp_path: Any) -> None:
                 assert found[kind, sequence, "plan"] == whole
             for kind in ("exact", "codes", "stochastic"):
                 assert found[kind, sequence][2] == []
+
+
+# --- what only some ranks do --------------------------------------------------------------------
+
+
+class NormOfOwnTokens(ParallelModule):
+    """The last norm is left out of the plan, and gets this rank's tokens."""
+
+    def configure_model(self) -> None:
+        rest = plan(self.depth, sequence=True)
+        del rest["norm"]
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], rest)  # type: ignore[index]
+
+
+class Uneven(ParallelModule):
+    def configure_model(self) -> None:
+        mlp: Any = self.net.blocks[0].mlp
+        mlp.up, mlp.down = nn.Linear(16, 63), nn.Linear(63, 16)
+        super().configure_model()
+
+
+class Counts(ParallelModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SumMetric()
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        self.log("n", float(len(tokens)), reduce_fx="sum", sync_dist=True, on_epoch=True)
+        self.seen(float(len(tokens)))
+        return super().training_step(tokens, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.total = self.seen.compute().item()
+
+
+class WritesOnOneRank(Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            with torch.no_grad():
+                module.net.norm.weight.to_local().add_(1.0)
+
+
+REFUSED: dict[str, tuple[type[ParallelModule], bool | None, dict[str, Any]]] = {
+    r"gradient of `net.norm.(weight|bias)` and 1 more differs": (NormOfOwnTokens, True, {}),
+    r"`net.blocks.0.mlp.up.weight` has 63 elements along dimension 0": (Uneven, False, {}),
+    r"no parameter of .* is sharded over tensor-parallel ranks": (ParallelModule, None, {}),
+    r"=3\)` does not divide .* Allowed here: \[1, 2, 4\]": (
+        *(ParallelModule, True),
+        {"tensor_parallel_size": 3},
+    ),
+}
+
+
+def _special(rank: int, world: int, root: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {**SMALL, "tensor_parallel_size": 2}
+    for message, (kind, sequence, own) in REFUSED.items():
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            _fit(root, QuantizedFSDPStrategy(**{**options, **own}), world, kind(sequence))
+    strategy = QuantizedFSDPStrategy(check_replicas_every_n_steps=4, **options)
+    with (
+        pytest.warns(UserWarning, match="differ between tensor-parallel ranks")
+        if rank == 0
+        else nullcontext()
+    ):
+        module, *_ = _fit(root, strategy, world, ParallelModule(), callbacks=[WritesOnOneRank()])
+    found["unlike"] = _unlike(module)
+    module, *_ = _fit(root, QuantizedFSDPStrategy(**options), world, Counts(), max_steps=4)
+    found["n"] = module.total, float(module.trainer.callback_metrics["n_epoch"])
+    strategy = QuantizedFSDPStrategy(node_size=2, local_steps=2, **options)
+    module, losses, _ = _fit(root, strategy, world, ParallelModule(True))
+    found["local"] = (
+        losses,
+        _unlike(module),
+        float(sum(p.to_local().detach().sum() for p in module.parameters())),
+    )
+    return found
+
+
+def test_ranks_that_differ_are_refused_or_mended(tmp_path: Any) -> None:
+    ranks = run_trainer(_special, 4, str(tmp_path))
+    for found in ranks:
+        assert found["unlike"] == []
+        assert found["n"] == (32.0, 32.0)  # every sequence once
+        assert found["local"][0][-1] < 2.2
+        assert found["local"][1] == []
+    assert ranks[0]["local"][2] == ranks[2]["local"][2]  # nodes have one model in the end

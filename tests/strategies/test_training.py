@@ -220,6 +220,12 @@ class Ignoring(Configured):
         fully_shard(self, ignored_params={self.net.tiny})
 
 
+class OwnMesh(Configured):
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.net.blocks[0])
+
+
 class TwoDimensional(Configured):
     def configure_model(self) -> None:
         super().configure_model()
@@ -253,10 +259,14 @@ def _configure_model(rank: int, world_size: int, root: str) -> None:
         trainer(QuantizedFSDPStrategy(**PLAIN), root, precision="bf16-mixed").test(
             module, loader(8)
         )
+    clips: dict[str, Any] = {"gradient_clip_val": 0.1}  # also over two meshes of the same ranks
+    torch.manual_seed(0)
+    expected = _fit(root, **clips)[1]
+    assert _fit(root, OwnMesh(False), **clips)[1] == pytest.approx(expected, abs=1e-6)
     # nothing unsharded that could diverge
     with pytest.raises(RuntimeError, match=r"`net.tiny` was not sharded"):
         _fit(root, Ignoring(False))
-    with pytest.raises(NotImplementedError, match=r"`net.blocks.0` was sharded with a 2-D mesh"):
+    with pytest.raises(NotImplementedError, match=r"`net.blocks.0` .*HSDP.*replica='node'"):
         _fit(root, TwoDimensional(False))
     with pytest.raises(ValueError, match=r"optimizer 0 \(SGD\).*`configure_optimizers`"):
         _fit(root, Stale())

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler
 
 from lq_lightning._compat.modules import discard_unreduced_gradients, reduce_gradients
 from lq_lightning._compat.tensor_parallel import DATA, TENSOR
@@ -131,28 +127,6 @@ def _over_gloo(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
         return made
 
     return shared_group("over gloo", group, make)
-
-
-def draw_alike(loader: object, ranks: PipelineRanks) -> None:
-    """Let the ranks of a pipeline shuffle alike where no ``DistributedSampler`` does.
-
-    torch shuffles with the default random generator, which stages use differently (dropout in
-    other layers), and with ``seed_everything(..., workers=True)`` Lightning seeds workers by their
-    rank. Only a ``DataLoader`` that draws from the default generator is changed. All ranks of the
-    pipeline call this in one order.
-    """
-    if not isinstance(loader, DataLoader):
-        return
-    seed = torch.empty((), dtype=torch.int64).random_()
-    dist.broadcast(seed, group=ranks.control_group, group_src=0)
-    generator = torch.Generator().manual_seed(int(seed))
-    if loader.generator is None:
-        loader.generator = generator  # draws the seeds of workers
-    if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
-        replica = ranks.stage_group.rank()
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
-    if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
-        loader.sampler.generator = generator
 
 
 # --- gradients ----------------------------------------------------------------------------------

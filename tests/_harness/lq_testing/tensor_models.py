@@ -1,4 +1,4 @@
-"""A small language model for tensor-parallel ranks, cut in ``configure_model`` as Lightning shows."""
+"""A small language model that tensor-parallel ranks cut in `configure_model`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-VOCABULARY, WIDTH, LENGTH = 32, 16, 8
+VOCABULARY, LENGTH = 32, 8
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(F.gelu(self.up(x)))
@@ -32,10 +32,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = Mlp()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.mlp(self.norm(x))
@@ -43,12 +43,12 @@ class Block(nn.Module):
 
 
 class ParallelLM(nn.Module):
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth: int = 2, width: int = 16) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -88,12 +88,17 @@ class ParallelModule(pl.LightningModule):
     """``sequence``: None leaves the model whole."""
 
     def __init__(
-        self, sequence: bool | None = False, depth: int = 2, lr: float = 1e-2, seed: int = 0
+        self,
+        sequence: bool | None = False,
+        depth: int = 2,
+        width: int = 16,
+        lr: float = 1e-2,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.sequence, self.depth, self.lr = sequence, depth, lr
         torch.manual_seed(seed)
-        self.net = ParallelLM(depth)
+        self.net = ParallelLM(depth, width)
 
     def configure_model(self) -> None:
         if self.sequence is not None:
