@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -27,8 +27,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+from lq_lightning._compat.tensor_parallel import DATA, TENSOR, tensor_shard
 from lq_lightning.data_parallel import (
     GradientQuantization,
     LocalSteps,
@@ -96,9 +99,12 @@ VARIANTS = {
 }
 
 
-def random_batches(config: GPTConfig, micro_batch: int) -> Tensor:
-    """Return four batches of random tokens of this rank, ``[4, B, T]`` int64 on the CPU."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
+def random_batches(config: GPTConfig, micro_batch: int, tensor_parallel: int = 1) -> Tensor:
+    """Return four batches of random tokens of this rank, ``[4, B, T]`` int64 on the CPU.
+
+    Ranks of a tensor-parallel group get the same ones.
+    """
+    generator = torch.Generator().manual_seed(dist.get_rank() // tensor_parallel)
     return torch.randint(config.vocab, (4, micro_batch, config.seq), generator=generator)
 
 
@@ -111,6 +117,7 @@ class Job:
         micro_batch: Sequences per rank and step.
         node_size: Ranks of one node.
         device: Device of this rank.
+        tensor_parallel: Neighbouring ranks that share each layer, with its hidden states by token.
         compile_blocks: Whether to ``torch.compile`` each block, and the loss, before sharding.
         autocast: Whether the forward runs under autocast to bf16, as under Lightning's
             ``bf16-mixed``, with normalization and loss in fp32.
@@ -124,14 +131,21 @@ class Job:
         micro_batch: int,
         node_size: int,
         device: torch.device,
+        tensor_parallel: int = 1,
         compile_blocks: bool = False,
         autocast: bool = False,
     ) -> None:
         self.device, self.autocast = device, autocast or variant.ddp is not None
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        self.topology = Topology(world_size=world_size, rank=rank, node_size=node_size)
+        rank, self.tensor_parallel = dist.get_rank(), tensor_parallel
+        world_size, node_size = (
+            dist.get_world_size() // tensor_parallel,
+            node_size // tensor_parallel,
+        )
+        self.topology = Topology(
+            world_size=world_size, rank=rank // tensor_parallel, node_size=node_size
+        )
         self.communication: QuantizedCommunication | None = None
-        self.data = random_batches(config, micro_batch).to(device)
+        self.data = random_batches(config, micro_batch, tensor_parallel).to(device)
         self.steps = 0
         self.local: OuterOptimizer | None = None
         with torch.device("meta"):
@@ -141,15 +155,16 @@ class Job:
             self._replicate(variant, compile_blocks)
             return
         shards = node_size if variant.every else world_size if variant.communicate else 1
-        mesh = init_device_mesh(
-            device.type, (world_size // shards, shards), mesh_dim_names=("i", "s")
-        )
+        axes = (world_size // shards, shards, tensor_parallel)
+        mesh = init_device_mesh(device.type, axes, mesh_dim_names=("node", DATA, TENSOR))
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, variant.reduce_dtype)
         )
-        options: dict[str, Any] = {"mesh": mesh["s"], "mp_policy": policy}
+        options: dict[str, Any] = {"mesh": mesh[DATA], "mp_policy": policy}
+        if tensor_parallel > 1:
+            self.model.parallelize(mesh[TENSOR])
         if compile_blocks:
-            self.model.compile_units()
+            self.model.compile_units(loss=tensor_parallel == 1)
         for block in self.model.blocks:
             fully_shard(block, **options, reshard_after_forward=not variant.keep_gathered)
         # Forward uses the head last, and backward needs it again at once.
@@ -177,7 +192,7 @@ class Job:
         self.local = OuterOptimizer(
             LocalSteps(every=every, outer_lr=lr),
             self.topology,
-            RankGroups(dist.group.WORLD, mesh.get_group("s"), mesh.get_group("i")),
+            RankGroups(dist.group.WORLD, mesh.get_group(DATA), mesh.get_group("node")),
             names={p: name for name, p in self.model.named_parameters()},
             min_quantized_numel=4096,
             device=self.device,
@@ -215,7 +230,16 @@ class Job:
         batch = self.data[self.steps % len(self.data)]
         with torch.autocast(self.device.type, torch.bfloat16, self.autocast, cache_enabled=False):
             loss: Tensor = self.called(batch)
-        return loss
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def losses(self) -> AbstractContextManager[object]:
+        """Return the context of forward and backward."""
+        return loss_parallel() if self.tensor_parallel > 1 else nullcontext()
+
+    def own_numel(self, parameter: Tensor) -> int:
+        """Return the elements that the ranks with this tensor-parallel number share."""
+        split = tensor_shard(parameter) is not None
+        return parameter.numel() // (self.tensor_parallel if split else 1)
 
     def update(self) -> None:
         """Apply the gradients and free them."""
@@ -231,8 +255,9 @@ class Job:
 
     def step(self) -> Tensor:
         """Train one step; return the loss, still on the device."""
-        loss = self.forward()
-        loss.backward()
+        with self.losses():
+            loss = self.forward()
+            loss.backward()
         self.update()
         return loss.detach()
 
@@ -279,6 +304,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, help="sequences per rank and step")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
     parser.add_argument("--node-size", type=int, help="ranks per node (default: all on one node)")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="ranks that share each layer"
+    )
     add_group_arguments(parser)
 
 

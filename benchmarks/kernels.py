@@ -134,6 +134,8 @@ OTHERS = {
     "int8 h128, fp16 scale": codec("int8", 128, scale_dtype="float16"),
     "int8 h64": codec("int8", 64),
     "int4 group 16": codec("int4", group=16),
+    **{f"int4 h32 group {n}": codec("int4", 32, n) for n in (64, 512)},
+    **{f"int4 group {n}": codec("int4", group=n) for n in (32, 1024)},
     "int8 group row": codec("int8", group="row"),
     "fp8_e4m3 group row": codec("fp8_e4m3", group="row"),
 }

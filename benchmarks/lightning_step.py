@@ -1,13 +1,19 @@
-"""Time Trainer steps of ``quantized_fsdp`` beside the same steps of a plain training loop.
+"""Time and peak memory of Trainer steps of ``quantized_fsdp``, beside a plain training loop.
 
 The strategy's additions to the loop of ``step_time.py`` (hooks, closures, progress) must not keep
 communication and computation from overlapping::
 
     torchrun --nproc-per-node 4 benchmarks/lightning_step.py --node-size 2 --json lightning.json
     benchmarks/nodes.sh -r 10gbit -n 2 -g 2 benchmarks/lightning_step.py --node-size 2
+    torchrun --nproc-per-node 2 benchmarks/lightning_step.py --tensor-parallel 2 --llama \\
+        --layers 10 --hidden 5120 --heads 40 --seq 12288 --vocab 32000 --accumulate 2 \\
+        --variants fsdp2,O,O+G,A+O+G
 
 Model, data and optimizer are those of ``step_time.py``, but both run under the autocast of
-``bf16-mixed``, which keeps normalization and the loss in fp32.
+``bf16-mixed``, which keeps normalization and the loss in fp32. ``--llama`` takes a Llama of
+transformers instead, sharded by the plan that it brings; the call above is AGoQ's table 8, with its
+tokens and parameters per GPU. A, O and G are saved activations, optimizer states and sums of
+gradients as codes.
 """
 
 from __future__ import annotations
@@ -15,13 +21,17 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import argument_parser, choices, free_memory, table, write_report
-from gpt import GPT, GPTConfig
+from gpt import GPT
 from job import (
+    TENSOR,
     VARIANTS,
     Clock,
     Job,
@@ -31,117 +41,232 @@ from job import (
     process_group,
     random_batches,
     time_steps,
+    without_nan,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
+from lq_lightning.callbacks import ActivationQuantization
+from lq_lightning.plugins import QuantizedPrecision
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
-STRATEGY_VARIANTS = ("fsdp2", "quantized", "quantized-node")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What is quantized.
+
+    Attributes:
+        communication: A variant of ``job.py``.
+        states: Format of optimizer states.
+        sums: Code of gradient sums between micro-batches.
+        recipe: Recipe of saved activations; None keeps them as they are.
+    """
+
+    communication: str = "fsdp2"
+    states: str = "none"
+    sums: str = "none"
+    recipe: str | None = None
+
+
+SETUPS = {
+    "fsdp2": Setup(),
+    "quantized": Setup(communication="quantized"),
+    "quantized-node": Setup(communication="quantized-node"),
+    "O": Setup(states="dynamic8"),
+    "O+G": Setup(states="dynamic8", sums="int8"),
+    "A": Setup(recipe="agoq"),
+    "A+O+G": Setup(states="dynamic8", sums="int8", recipe="agoq"),
+    "coat": Setup(states="expanded_fp8", recipe="coat"),
+    "all": Setup(communication="quantized", states="dynamic8", sums="int8", recipe="agoq"),
+}
 
 
 class Module(LightningModule):
-    """The GPT of the benchmarks, trained on a few random batches.
+    """The GPT of the benchmarks or a Llama, trained on a few random batches.
 
     Args:
-        config: Sizes of the model.
-        micro_batch: Sequences per rank and step.
+        args: Of the command line.
+        device: Device of this rank.
     """
 
-    def __init__(self, config: GPTConfig, micro_batch: int) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__()
-        self._config, self._micro_batch = config, micro_batch
+        self._args, self._device = args, device
+        self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
         """Build the model where the strategy wants it."""
-        if not hasattr(self, "model"):
-            self.model = GPT(self._config)
+        if hasattr(self, "model"):
+            return
+        if self._args.llama:
+            with torch.device(self._device):
+                self.model: Any = llama(self._args)
+        else:
+            self.model = GPT(self._args.config)
+            if self._args.tensor_parallel > 1:
+                self.model.parallelize(self.device_mesh[TENSOR])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the loss of a ``[B, T]`` batch."""
-        loss: Tensor = self.model(batch)
+        with self._loss_context():
+            if self._args.llama:
+                loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+            else:
+                loss = self.model(batch)
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        self.losses.append(loss.detach())
         return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward where the loss of a vocabulary in parts has one."""
+        with self._loss_context():
+            super().backward(loss, *args, **kwargs)
+
+    def _loss_context(self) -> AbstractContextManager[object]:
+        own_plan = self._args.tensor_parallel > 1 and not self._args.llama
+        return loss_parallel() if own_plan else nullcontext()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of ``job.Job``."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
-    def batches(self, count: int) -> list[Tensor]:
-        """Return ``count`` batches, four different ones in turn, on this rank's device."""
-        data = random_batches(self._config, self._micro_batch)
-        if torch.cuda.is_available():
-            data = data.cuda()
-        return [data[index % len(data)] for index in range(count)]
+    def batches(self, count: int) -> Iterator[Tensor]:
+        """Yield ``count`` batches, four different ones in turn, on this rank's device."""
+        sizes = self._args.config, self._args.micro_batch, self._args.tensor_parallel
+        data = random_batches(*sizes).to(self._device)
+        return (data[index % len(data)] for index in range(count))
+
+
+def llama(args: argparse.Namespace) -> Any:
+    """Return a model of transformers, with an MLP as wide as that of Llama-2-13B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=args.config.vocab,
+        hidden_size=args.config.hidden,
+        intermediate_size=27 * args.config.hidden // 10,
+        num_hidden_layers=args.config.layers,
+        num_attention_heads=args.config.heads,
+        max_position_embeddings=args.config.seq,
+    )
+    return LlamaForCausalLM(config)
 
 
 class Times(Callback):
-    """Marks the end of each step, on the compute stream or by the clock."""
+    """Marks the end of each micro-batch, on the compute stream or by the clock.
 
-    def __init__(self, device: torch.device) -> None:
-        self.clock = Clock(device)
+    Args:
+        device: Device of this rank.
+        warmup: Micro-batches whose peak of memory does not count.
+    """
+
+    def __init__(self, device: torch.device, warmup: int) -> None:
+        self.clock, self._device, self._warmup = Clock(device), device, warmup
 
     def on_train_batch_end(self, *unused: Any) -> None:
         """Mark it."""
         self.clock.mark()
+        self._warmup -= 1
+        if self._warmup == 0 and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
 
-def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
-    """Return the seconds of the timed steps of a Trainer."""
-    times = Times(device)
+def trainer_row(
+    setup: Setup, args: argparse.Namespace, device: torch.device
+) -> tuple[list[float], float, float]:
+    """Return the seconds of the timed steps of a Trainer, the peak in GiB, and the last loss."""
     count = args.warmup + args.steps
+    times = Times(device, args.warmup * args.accumulate)
+    callbacks: list[Callback] = [times]
+    if setup.recipe is not None:
+        callbacks.append(ActivationQuantization(setup.recipe))
     local = args.ranks_per_machine
+    sharding: dict[str, Any] = {}
+    if args.tensor_parallel > 1:
+        sharding["tensor_parallel_size"] = args.tensor_parallel
+        sharding["tensor_parallel"] = "auto" if args.llama else None
+    variant = VARIANTS[setup.communication]
     trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=local,
         num_nodes=dist.get_world_size() // local,
         strategy=QuantizedFSDPStrategy(
-            weights=VARIANTS[name].weights or "none",
-            gradients=VARIANTS[name].gradients or "none",
+            weights=variant.weights or "none",
+            gradients=variant.gradients or "none",
             node_size=args.node_size,
-            units=["Block", "model.head"],  # as in job.py
+            # as in job.py
+            units=["LlamaDecoderLayer", "model.lm_head"] if args.llama else ["Block", "model.head"],
+            compile_units=args.compile,
             check_replicas_every_n_steps=0,
+            **sharding,
         ),
-        precision="bf16-mixed",
+        plugins=QuantizedPrecision("bf16-mixed", setup.states, setup.sums),  # type: ignore[arg-type]
         max_steps=count,
-        callbacks=[times],
+        accumulate_grad_batches=args.accumulate,
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    module = Module(args.config, args.micro_batch)
-    trainer.fit(module, DataLoader(module.batches(count), batch_size=None))  # type: ignore[arg-type]
-    return times.clock.take()[-args.steps :]
+    module = Module(args, device)
+    batches = list(module.batches(count * args.accumulate))
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    each = times.clock.take()[-args.steps * args.accumulate :]
+    seconds = [sum(each[i : i + args.accumulate]) for i in range(0, len(each), args.accumulate)]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+    return seconds, peak, float(module.losses[-1])
 
 
-def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
-    """Return the seconds of the timed steps of a plain loop."""
-    node_size = args.node_size or dist.get_world_size()
+def loop_times(setup: Setup, args: argparse.Namespace, device: torch.device) -> list[float]:
+    """Return the seconds of the timed steps of a plain loop; none where there is no such loop."""
+    if args.llama or setup != Setup(communication=setup.communication) or args.accumulate > 1:
+        return []
     job = Job(
-        VARIANTS[name],
+        VARIANTS[setup.communication],
         args.config,
         micro_batch=args.micro_batch,
-        node_size=node_size,
+        node_size=args.node_size or dist.get_world_size(),
         device=device,
+        tensor_parallel=args.tensor_parallel,
+        compile_blocks=args.compile,
         autocast=True,
     )
     time_steps(job, args.warmup)
     return time_steps(job, args.steps)[0]
 
 
+def measure(setup: Setup, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Measure a setup both ways."""
+    row = {"loop_ms": float("nan")}
+    if times := loop_times(setup, args, device):
+        row["loop_ms"] = 1e3 * statistics.median(over_ranks(times, dist.ReduceOp.MAX))
+    free_memory()
+    times, peak, loss = trainer_row(setup, args, device)
+    row["trainer_ms"] = 1e3 * statistics.median(over_ranks(times, dist.ReduceOp.MAX))
+    row["peak_gib"], row["last_loss"] = over_ranks([peak, loss], dist.ReduceOp.MAX)
+    free_memory()
+    return row
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--variants", default="fsdp2,quantized", help=", ".join(STRATEGY_VARIANTS))
+    parser.add_argument("--variants", default="fsdp2,quantized", help=", ".join(SETUPS))
     add_model_arguments(parser)
+    parser.add_argument("--llama", action="store_true", help="a Llama of transformers")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--compile", action="store_true", help="compile blocks")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
     args = parser.parse_args()
-    args.variants = choices(parser, "variants", args.variants, STRATEGY_VARIANTS)
+    args.variants = choices(parser, "variants", args.variants, SETUPS)
     args.config = model_config(args)
-    args.micro_batch = args.micro_batch or (2 if args.tiny else 8)
+    args.micro_batch = args.micro_batch or (1 if args.llama else 2 if args.tiny else 8)
     args.ranks_per_machine = int(os.environ["LOCAL_WORLD_SIZE"])
     return args
 
@@ -149,24 +274,24 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Time every variant both ways; rank 0 prints and writes."""
     args = parse_arguments()
+    rate = os.environ.get("LQ_EMULATED_RATE", "not emulated")
     with process_group(args) as device:
-        results: dict[str, dict[str, float]] = {}
+        setup = {"world_size": dist.get_world_size(), "node_size": args.node_size}
+        setup |= {"tensor_parallel": args.tensor_parallel, "accumulate": args.accumulate}
+        setup |= {"emulated_rate": rate, "steps": args.steps, "model": asdict(args.config)}
+        results: dict[str, dict[str, float | None]] = {}
         for name in args.variants:
-            results[name] = {}
-            for kind, measure in (("loop", loop_times), ("trainer", trainer_times)):
-                slowest = over_ranks(measure(name, args, device), dist.ReduceOp.MAX)
-                results[name][f"{kind}_ms"] = 1e3 * statistics.median(slowest)
-                free_memory()
+            results[name] = without_nan(measure(SETUPS[name], args, device))
+            if dist.get_rank() == 0:
+                print(f"{name}: {results[name]}", flush=True)
+                write_report(args.json, "lightning_step", {"setup": setup, "variants": results})
         if dist.get_rank() == 0:
             rows = [
-                [name, f"{r['loop_ms']:.1f}", f"{r['trainer_ms']:.1f}"]
-                for name, r in results.items()
+                [name, *("-" if v is None else f"{v:.2f}" for v in row.values())]
+                for name, row in results.items()
             ]
-            rate = os.environ.get("LQ_EMULATED_RATE", "not emulated")
-            print(f"network: {rate}\n{table(rows, ['variant', 'loop ms/step', 'Trainer ms/step'])}")
-            setup = {"world_size": dist.get_world_size(), "node_size": args.node_size}
-            setup |= {"emulated_rate": rate, "steps": args.steps}
-            write_report(args.json, "lightning_step", {"setup": setup, "variants": results})
+            header = ["variant", "loop ms/step", "Trainer ms/step", "peak GiB", "last loss"]
+            print(f"network: {rate}\n{table(rows, header)}")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,16 @@ usage: run_all.sh [-o FOLDER] [PART...] [-- OPTIONS]
   -o FOLDER  for the JSON reports, and FOLDER/traces
              (default: benchmarks/results, and outputs/traces)
   PART       four GPUs:  nvlink, rates, slow, compile, memory, gradients, kernels (the default)
+             two GPUs, with tensor parallelism:  memory (saved activations, states, sums), recipes,
+             layouts, trainer, reductions (two emulated nodes, whose ranks share the GPUs: start
+             CUDA's MPS before), errors (on the CPU); with TINY=1 all at a tiny size on the CPU
              one GPU of 141 GB:  table, long, coat (saved activations; libraries to compare with:
              liger-kernel, torchao)
              emulated hosts:  stages2, stages4 (pipelines; where stages share GPUs, CUDA's MPS lets
              them compute side by side), split (split learning, on CPUs)
   OPTIONS    more for slow_network.py: `-- --preset cpu` where there are no GPUs
 
-`rates`, `slow`, `compile`, `gradients` and emulated hosts use benchmarks/nodes.sh, which needs root,
+`rates`, `slow`, `compile`, `gradients`, `layouts`, `trainer`, `reductions` and emulated hosts use benchmarks/nodes.sh, which needs root,
 ip and tc (package iproute2). `slow` compares with DDP, PowerSGD among its hooks, and with local
 steps; the model has to fit on every GPU. PYTHON names the interpreter (default: python3). A part that fails or takes
 longer than its limit is named at the end; the others still run, and the exit status is 1.
@@ -41,6 +44,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
         nvlink | rates | slow | compile | memory | gradients | kernels) parts+=("$1") ;;
         table | long | coat | stages2 | stages4 | split) parts+=("$1") ;;
+        recipes | layouts | trainer | reductions | errors) parts+=("$1") ;;
         *) usage >&2; exit 2 ;;
     esac
     shift
@@ -57,6 +61,7 @@ export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/outputs/triton}
 mkdir -p "$results"
 variants=fsdp2,fsdp2-bf16-reduce,quantized,quantized-node
 on_one_node=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4)
+on_two_gpus=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2)
 on_two_nodes=(benchmarks/nodes.sh -n 2 -g 2)
 
 nvlink() {
@@ -83,13 +88,48 @@ compile() {
         --json "$results/step_time_unlimited_compile.json" || status=1
     return $status
 }
-memory() {
-    timeout 150 "${on_one_node[@]}" benchmarks/memory.py --node-size 2 \
-        --json "$results/memory.json"
+tensor=(--tensor-parallel 2)
+sized() {  # sizes, or tiny ones
+    if [ -n "${TINY:-}" ]; then size=(--tiny --cpu); else size=("$@"); fi
+}
+memory() {  # AGoQ's table 8: a quarter of the layers and of the GPUs
+    sized --layers 10 --hidden 5120 --heads 40 --seq 12288 --vocab 32000
+    timeout 240 "${on_two_gpus[@]}" benchmarks/lightning_step.py "${tensor[@]}" "${size[@]}" --llama \
+        --accumulate 2 --steps 2 --warmup 1 --variants fsdp2,O,O+G,A+O+G \
+        --json "$results/memory_tensor_parallel.json"
+}
+recipes() {
+    sized --layers 8 --micro-batch 4 --compile
+    timeout 240 "${on_two_gpus[@]}" benchmarks/lightning_step.py "${tensor[@]}" "${size[@]}" \
+        --steps 6 --variants fsdp2,A,coat,A+O+G --json "$results/recipes_tensor_parallel.json"
+}
+layouts() {  # SDP4Bit's table 2 and figure 8
+    sized --layers 32 --hidden 2560 --heads 32 --micro-batch 2
+    timeout 300 "${on_two_nodes[@]}" benchmarks/step_time.py --node-size 2 "${tensor[@]}" \
+        "${size[@]}" --rates none,25gbit,10gbit --steps 4 --warmup 2 --budget 8 \
+        --variants fsdp2,quantized,weights-only,gradients-only,no-communication \
+        --json "$results/step_time_tensor_parallel_{rate}.json"
+}
+trainer() {
+    sized --layers 8 --micro-batch 2
+    timeout 150 "${on_two_nodes[@]}" benchmarks/lightning_step.py --node-size 2 "${tensor[@]}" \
+        "${size[@]}" --steps 4 --variants fsdp2,quantized,all \
+        --json "$results/trainer_tensor_parallel.json"
+}
+reductions() {  # AGoQ's table 4 and SDP4Bit's
+    local sizes=(--sizes 32K,1M,32M,1G --scatter 32M,192M)
+    [ -z "${TINY:-}" ] || sizes=(--sizes 32K --scatter 1M --cpu)
+    timeout 180 "${on_two_nodes[@]}" benchmarks/all_reduce.py --node-size 2 "${sizes[@]}" \
+        --seconds 0.4 --rates none,10gbit --json "$results/reductions.json"
+}
+errors() {  # SDP4Bit's table 3, COAT's table 1
+    local steps=150
+    [ -z "${TINY:-}" ] || steps=2
+    timeout 500 "$PYTHON" benchmarks/code_errors.py --steps $steps ${TINY:+--tiny} \
+        --json "$results/code_errors.json"
 }
 gradients() {
     local status=0 rate
-    "$PYTHON" benchmarks/gradient_memory.py --json "$results/gradient_memory.json" || status=1
     for rate in 10gbit none; do
         benchmarks/nodes.sh -r "$rate" -n 2 -g 2 benchmarks/all_reduce.py --node-size 2 \
             --seconds 0.5 --json "$results/all_reduce_${rate/none/unlimited}.json" || status=1

@@ -200,7 +200,7 @@ def _layer_norm(x: Tensor, weights: Weights, name: str) -> Tensor:
 
 def _gpt_block(sizes: Sizes, weights: Weights, x: Tensor) -> Tensor:
     qkv = _linear(_layer_norm(x, weights, "norm1"), weights["qkv.weight"])
-    q, k, v = qkv.unflatten(-1, (3, sizes.heads, -1)).unbind(3)
+    q, k, v = qkv.unflatten(-1, (sizes.heads, 3, -1)).unbind(4)
     x = x + _linear(_attend(q, k, v, lambda y: y), weights["out.weight"])
     inner = _linear(_layer_norm(x, weights, "norm2"), weights["up.weight"])
     return x + _linear(F.gelu(inner), weights["down.weight"])

@@ -6,6 +6,7 @@ Examples::
     torchrun --nproc-per-node 2 benchmarks/step_time.py --tiny
     benchmarks/nodes.sh -n 2 -g 2 benchmarks/step_time.py --node-size 2 \\
         --rates none,100gbit,25gbit,10gbit --budget 6 --trace traces --json step_time_{rate}.json
+    benchmarks/nodes.sh -n 2 -g 2 benchmarks/step_time.py --node-size 2 --tensor-parallel 2
 
 The default model has 1.42e9 parameters. Parameters travel in bf16 and gradients in fp32, FSDP2's
 usual mixed-precision policy; `fsdp2-bf16-reduce` also reduces in bf16.
@@ -45,7 +46,7 @@ from job import (
 )
 from torch import Tensor
 
-from lq_lightning.data_parallel import Traffic
+from lq_lightning.data_parallel import Traffic, embedding_params
 from lq_lightning.data_parallel.unit import ring_bytes
 
 DEFAULT_VARIANTS = [
@@ -69,6 +70,7 @@ class Result:
         peak_memory_gib: Largest allocated device memory of any rank.
         sent_bytes: Bytes that a rank's collectives send in one step (mean over ranks).
         sent_inter_bytes: The part that leaves the node.
+        formula_inter_bytes: The same by arithmetic: parameters times bits.
         interface_bytes: Bytes on this node's interface in one step, with protocol overhead, over
             all ranks of the node; only with `nodes.sh`.
         first_loss: Loss of the first step.
@@ -87,6 +89,7 @@ class Result:
     peak_memory_gib: float
     sent_bytes: float
     sent_inter_bytes: float
+    formula_inter_bytes: float
     interface_bytes: float
     first_loss: float
     last_loss: float
@@ -124,6 +127,8 @@ def parse_arguments() -> argparse.Namespace:
     args.rates = args.rates.split(",") if args.rates else [None]
     if len(args.rates) > 1 and args.json and "{rate}" not in args.json.name:
         parser.error(f"--json {args.json} is one file for {len(args.rates)} rates: put {{rate}} in")
+    if args.tensor_parallel > 1 and any(VARIANTS[name].ddp for name in args.variants):
+        parser.error("DDP's variants have no --tensor-parallel")
     args.config = model_config(args)
     args.micro_batch = args.micro_batch or (2 if args.tiny else 8)
     return args
@@ -224,14 +229,33 @@ def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:
     if not variant.communicate:
         return 0.0, 0.0
     gathers = 1 if variant.keep_gathered else 2
-    in_blocks = sum(p.numel() for p in job.model.blocks.parameters())
-    in_root = sum(p.numel() for p in job.model.parameters()) - in_blocks
+    in_blocks = sum(map(job.own_numel, job.model.blocks.parameters()))
+    in_root = sum(map(job.own_numel, job.model.parameters())) - in_blocks
     nbytes = 0
     if variant.weights is None:
         nbytes += 2 * (gathers * in_blocks + in_root)
     if variant.gradients is None:
         nbytes += getattr(torch, variant.reduce_dtype).itemsize * (in_blocks + in_root)
-    return ring_bytes(nbytes // dist.get_world_size(), job.topology)
+    return ring_bytes(nbytes // job.topology.world_size, job.topology)
+
+
+def formula_bytes(job: Job, variant: Variant) -> float:
+    """Bytes that one rank should send to other nodes per step: parameters times bits.
+
+    Of each parameter (of a rank's tensor-parallel part) each data-parallel rank owns one share,
+    which it sends to every other node: as a weight, and as a gradient that its node has summed.
+    """
+    plain = plain_bytes(job, variant)[1]
+    words = {id(parameter) for parameter in embedding_params(job.model)}
+    bits = 0.0
+    for parameter in job.model.parameters():
+        coded, numel = parameter.ndim > 1, job.own_numel(parameter)
+        if variant.weights is not None:
+            bits += numel * (variant.weights.codec().bits_per_element(1 << 20) if coded else 16)
+        if variant.gradients is not None:
+            codec = variant.gradients.codec("inter", vocabulary=id(parameter) in words)
+            bits += numel * (codec.bits_per_element(1 << 20) if coded else 32)
+    return plain + (job.topology.num_nodes - 1) * bits / 8 / job.topology.world_size
 
 
 def measure(
@@ -249,6 +273,7 @@ def measure(
         micro_batch=args.micro_batch,
         node_size=args.node_size or dist.get_world_size(),
         device=device,
+        tensor_parallel=args.tensor_parallel,
         compile_blocks=args.compile,
     )
     settle, losses = time_steps(job, args.warmup)
@@ -292,7 +317,7 @@ def measure_steps(
     means = [intra + inter, inter, on_interface, float((first or losses)[0]), float(losses[-1])]
     means = [v / dist.get_world_size() for v in over_ranks(means, dist.ReduceOp.SUM)]
     median = statistics.median(slowest)
-    tokens = dist.get_world_size() * job.data[0].numel()
+    tokens = job.topology.world_size * job.data[0].numel()
     return Result(
         step_ms=1e3 * median,
         step_ms_mean=1e3 * statistics.fmean(slowest),
@@ -305,6 +330,7 @@ def measure_steps(
         peak_memory_gib=peak,
         sent_bytes=means[0],
         sent_inter_bytes=means[1],
+        formula_inter_bytes=formula_bytes(job, variant),
         interface_bytes=means[2],
         first_loss=means[3],
         last_loss=means[4],
@@ -321,6 +347,7 @@ def setup(args: argparse.Namespace, rate: str | None, link_gbit_per_s: float) ->
         "micro_batch": args.micro_batch,
         "world_size": dist.get_world_size(),
         "node_size": args.node_size or dist.get_world_size(),
+        "tensor_parallel": args.tensor_parallel,
         "backend": dist.get_backend(),
         "emulated_rate": rate or os.environ.get("LQ_EMULATED_RATE", "not emulated"),
         "link_gbit_per_s": None if math.isnan(link_gbit_per_s) else link_gbit_per_s,
@@ -335,7 +362,7 @@ def lay_out(results: dict[str, Result]) -> str:
     """Return the results as a table; speedups are relative to the first variant."""
     base = next(iter(results.values())).step_ms
     header = ["variant", "ms/step", "speedup", "exposed ms", "tokens/s", "peak GiB"]
-    header += ["MB sent", "MB between nodes", "MB on the wire", "last loss"]
+    header += ["MB sent", "MB between nodes", "by formula", "MB on the wire", "last loss"]
     rows = [
         [
             name,
@@ -344,7 +371,8 @@ def lay_out(results: dict[str, Result]) -> str:
             f"{r.exposed_ms:.1f}",
             f"{r.tokens_per_s:.0f}",
             *(f"{v:.2f}" for v in (r.peak_memory_gib, r.sent_bytes / 1e6)),
-            *(f"{v / 1e6:.2f}" for v in (r.sent_inter_bytes, r.interface_bytes)),
+            *(f"{v / 1e6:.2f}" for v in (r.sent_inter_bytes, r.formula_inter_bytes)),
+            f"{r.interface_bytes / 1e6:.2f}",
             f"{r.last_loss:.4f}",
         ]
         for name, r in results.items()

@@ -109,6 +109,10 @@ def test_python_runs_from_top_to_bottom(
         shown = capsys.readouterr().out
         assert "net.1.weight (512, 128) 134144 quantized" in shown
         assert "net.0.weight (256, 128) 262144 embedding" in shown
+    if page.stem == "layouts":
+        rows = capsys.readouterr().out
+        assert len(rows.splitlines()) == 25
+        assert rows in page.read_text()
 
 
 @pytest.mark.parametrize("page", pages_with("yaml"))

@@ -355,8 +355,8 @@ def _version(tensor: Tensor) -> int:
 class GradientKeeper(Protocol):
     """Keeps unreduced gradients of a parameter group between backward passes."""
 
-    def store(self, index: int, gradient: Tensor) -> bool:
-        """Add the gradient of parameter ``index``; False leaves it where it is."""
+    def store(self, index: int, gradient: Tensor, like: Tensor) -> bool:
+        """Add the gradient of parameter ``index``, which is ``like``; False leaves it."""
 
     def restore(
         self, index: int, gradient: Tensor | None, like: Tensor, dtype: torch.dtype
@@ -390,7 +390,7 @@ def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> Callable[[],
                 total = keeper.restore(index, gradient, unsharded, dtype)
                 if total is not None:
                     _set_unreduced_gradient(fsdp_param, total)
-            elif gradient is not None and keeper.store(index, gradient):
+            elif gradient is not None and keeper.store(index, gradient, unsharded):
                 _set_unreduced_gradient(fsdp_param, None)
         original(*unused)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,35 @@ def is_shard(placement: Placement, dim: int | None = None) -> bool:
     return shards and dim in (None, placement.dim)  # type: ignore[attr-defined]
 
 
+class RowPieces(NamedTuple):
+    """How ranks cut the rows of a tensor: its dimension 0 apart, all others flattened.
+
+    Attributes:
+        number: Pieces of a row; 1 unless a dimension other than 0 is sharded.
+        own: Which of them this rank has.
+        length: Elements of a piece, of the longest one if it is cut unevenly.
+        dim: Last dimension that is cut; 0 if none is.
+    """
+
+    number: int
+    own: int
+    length: int
+    dim: int
+
+
+def row_pieces(tensor: Tensor) -> RowPieces:
+    """Tell how the rows of a tensor are cut."""
+    sizes, number, own, last = list(tensor.shape), 1, 0, 0
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        axes = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
+        for count, rank, placement in axes:
+            if is_shard(placement) and (dim := placement.dim):  # type: ignore[attr-defined]
+                sizes[dim] = -(-sizes[dim] // count)
+                number, own, last = number * count, own * count + rank, max(last, dim)
+    return RowPieces(number, own, math.prod(sizes[1:]), last)
+
+
 def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:
     """An uninitialised DTensor with the sharding of ``like`` and another dtype."""
     return _from_local(torch.empty_like(like.to_local(), dtype=dtype), like)
@@ -67,15 +97,11 @@ def to_sharded_dtensor(flat_slot: Tensor, like: Tensor) -> DTensor:
     return _from_local(flat_slot[: local_shape.numel()].view(local_shape), like)
 
 
-def _from_local(local: Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+def _from_local(local: Tensor, like: DTensor, layout: Layout | None = None) -> DTensor:
+    shape, placements = layout or (like.shape, like.placements)
+    stride = torch.empty(shape, device="meta").stride() if layout else like.stride()
+    mesh = like.device_mesh
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -135,27 +161,78 @@ def waited(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def like_rows(local: Tensor, like: Tensor) -> Tensor:
-    """Wrap ``[D_local, ...]`` rows, one per local row of ``like``, as a DTensor placed like it.
+def placed_like(gradient: Tensor, like: Tensor) -> Tensor:
+    """A gradient with the placements of its parameter, to which ranks' parts are added up."""
+    placements = like.placements if isinstance(like, DTensor) else ()
+    if isinstance(gradient, DTensor) and gradient.placements != placements:
+        return gradient.redistribute(placements=placements)
+    return gradient
 
-    Where ``like`` is no DTensor, ``local`` is returned.
+
+class Layout(NamedTuple):
+    """Shape and placements of a DTensor on the mesh of another one."""
+
+    shape: torch.Size
+    placements: tuple[Placement, ...] = ()  # empty beside a tensor that is no DTensor
+
+
+def layout(tensor: Tensor) -> Layout:
+    """The layout of a tensor itself."""
+    return Layout(tensor.shape, tensor.placements if isinstance(tensor, DTensor) else ())
+
+
+def rows_layout(tensor: Tensor, columns: int) -> Layout:
+    """Layout of a matrix that has ``columns`` values for each local row of ``tensor``.
+
+    The ranks' values lie side by side, so that a whole row has those of all its pieces.
     """
-    if not isinstance(like, DTensor):
-        return local
-    shape = torch.Size([like.shape[0], *local.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    return layout(tensor)._replace(
+        shape=torch.Size((tensor.shape[0], columns * row_pieces(tensor).number))
     )
 
 
-def shard_rows(full: Tensor, like: Tensor) -> Tensor:
-    """Cut the rows that belong to the local rows of ``like`` out of a whole ``[D, ...]`` tensor."""
+def stacked_layout(tensor: Tensor, columns: int) -> Layout:
+    """As :func:`rows_layout`, with first all rows' first pieces, then all rows' second ones, ...
+
+    The shape tells the number of pieces.
+    """
+    pieces = row_pieces(tensor).number
+    shape = torch.Size((pieces * tensor.shape[0], columns))
+    if not isinstance(tensor, DTensor):
+        return Layout(shape)
+    placements: list[Placement] = []
+    right = 1  # pieces made by axes further right, which come before the rows of this one
+    axes = list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))
+    for count, placement in reversed(axes):
+        if is_shard(placement, 0):
+            factor = right * getattr(placement, "split_factor", 1)
+            placement = Shard(0) if factor == 1 else _StridedShard(0, split_factor=factor)
+        elif is_shard(placement):
+            placement, right = Shard(0), right * count
+        placements.insert(0, placement)
+    return Layout(shape, tuple(placements))
+
+
+def placed(local: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    """Wrap this rank's part of a tensor of ``layout`` on the mesh of ``like``.
+
+    Where ``like`` is no DTensor, ``local`` is returned.
+    """
+    return _from_local(local, like, layout) if isinstance(like, DTensor) else local
+
+
+def shard(full: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    """Cut this rank's part out of a whole tensor of ``layout`` on the mesh of ``like``."""
     if not isinstance(like, DTensor):
         return full
-    return like_rows(full[shard_slices(like)[0]].contiguous(), like)
+    part = full[_slices(layout.shape, like, layout.placements)].contiguous()
+    return placed(part, like, layout)
 
 
 def first_row(tensor: Tensor) -> int:
-    """Index of the first local row of a tensor that is sharded on dimension 0 at most."""
-    return shard_slices(tensor)[0].start if isinstance(tensor, DTensor) else 0
+    """Number of this rank's first row among all pieces of rows: all first ones, second ones, ...
+
+    Ranks with different rows, or pieces of them, have different numbers; replicas the same.
+    """
+    rows = shard_slices(tensor)[0].start if isinstance(tensor, DTensor) else 0
+    return row_pieces(tensor).own * (tensor.shape[0] if tensor.dim() else 0) + rows

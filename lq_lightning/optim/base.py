@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lq_lightning._compat.tensors import first_row, local_tensor, waited
+from lq_lightning._compat.tensors import (
+    first_row,
+    local_tensor,
+    placed_like,
+    row_pieces,
+    waited,
+)
 from lq_lightning._compat.torch import add_one_to_all
 from lq_lightning.codecs import derive_seed
 from lq_lightning.kernels.optimizer_step import (
@@ -25,7 +31,6 @@ from lq_lightning.kernels.optimizer_step import (
     groups_per_row,
     optimizer_step,
     prepare,
-    row_length,
 )
 
 from .config import STAMP, OptimizerQuantization, reason_for_full_precision
@@ -83,7 +88,8 @@ class ParamStepCache:
         find: Function from the entry to the tensors of the states, in the order of ``prepare``, and
             the step.
         found: Local tensors that it returned; the parameter's comes first.
-        first_group: Number of the first local group of elements in the whole parameter.
+        first_group: Number of the first local group of elements, other than on ranks that have
+            other elements.
         step_on_cpu: Whether the step is an fp32 number on the CPU, as torch makes them.
         group: Number of the parameter group.
         count: The step after ``_advance``.
@@ -191,7 +197,10 @@ class QuantizedOptimizer(Optimizer):
     Codes, and bf16 parameters on request, are rounded stochastically. The noise depends on the seed
     of the options, the position of the parameter in the parameter groups, its step counter, which
     is part of the state, and the position of the group of elements in the whole parameter: resumed
-    and sharded runs have the same noise as an uninterrupted one in a single process.
+    and sharded runs have the same noise as an uninterrupted one in a single process, where ranks
+    have whole rows. Where tensor parallelism cuts rows, it is that of a single process with all
+    first pieces as rows above all second ones. Replicas have the same noise. All statistics are of
+    groups, which no rank shares with another.
 
     A subclass defines its states, the scalars of its rule, and whether torch's optimizer counts
     steps too.
@@ -287,7 +296,7 @@ class QuantizedOptimizer(Optimizer):
                 reason = self.reason_for_full_precision(param)
                 per_element = 4.0 * len(self.state_names)
                 if reason is None:
-                    length = row_length(param.shape)
+                    length = row_pieces(param).length
                     per_element = sum(f.nbytes_per_element(length) for f in self._formats())
                 name = names[index] if names else self._names.get(param, str(len(plan)))
                 nbytes = round(per_element * param.numel())
@@ -316,7 +325,7 @@ class QuantizedOptimizer(Optimizer):
             The result of ``closure``, or None.
 
         Raises:
-            RuntimeError: A gradient is sparse, or has other placements than its parameter.
+            RuntimeError: A gradient is sparse.
             TypeError: A parameter or gradient is neither fp32 nor bf16.
         """
         loss = None
@@ -414,7 +423,7 @@ class QuantizedOptimizer(Optimizer):
         local = local_tensor(param)
         if not local.is_contiguous():
             write_back.append((local, local := local.contiguous()))
-        cache.first_group = first_row(param) * groups_per_row(row_length(param.shape))
+        cache.first_group = first_row(param) * groups_per_row(row_pieces(param).length)
         return cache, cache.fill(local, entry, self.state_names, formats)
 
     def _check(self, param: Tensor) -> None:
@@ -519,12 +528,8 @@ def excluded(full_precision: Iterable[Tensor]) -> dict[Tensor, str]:
 
 
 def _local_gradient(param: Tensor, grad: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, after pending collectives."""
-    placements = getattr(param, "placements", None)
-    if isinstance(grad, DTensor) and grad.placements != placements:
-        raise RuntimeError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} is placed as "
-            f"{grad.placements}, the parameter as {placements}. Set `param.grad = "
-            "param.grad.redistribute(placements=param.placements)` before the step."
-        )
-    return waited(local_tensor(grad))
+    """Return this rank's part of a gradient, placed like the parameter, after pending collectives.
+
+    Tensor-parallel ranks that FSDP2 does not shard over have parts of the sum for replicas.
+    """
+    return waited(local_tensor(placed_like(grad, param)))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lq_lightning._compat.tensors import row_pieces, shard_slices
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.kernels.optimizer_step import StateFormat, row_length, state_format
@@ -27,7 +27,8 @@ class OptimizerQuantization:
     """How the states of an optimizer are stored.
 
     Groups of 128 elements along a row (all dimensions but the first, flattened) share a scale.
-    Sharding on dimension 0 never cuts a group, so the codes do not depend on the world size.
+    Sharding on dimension 0 never cuts a group, so the codes do not depend on the world size. Where
+    tensor parallelism cuts rows, each rank encodes its pieces as rows of their own.
 
     Attributes:
         first_moment: Format of ``exp_avg`` (AdamW, Adam, Lion) and of SGD's ``momentum_buffer``.
@@ -42,8 +43,8 @@ class OptimizerQuantization:
             only where the module is given.
         stochastic_rounding: Whether to round bf16 parameters stochastically, which replaces fp32
             master weights. Codes always are.
-        seed: Seed of the noise, which also depends on step, parameter and position, not on the
-            world size.
+        seed: Seed of the noise, which also depends on step, parameter and position, and where rows
+            are cut on the number of pieces, but not on the world size.
 
     Raises:
         ValueError: A format is not listed above, or a number is negative.
@@ -131,11 +132,10 @@ def reason_for_full_precision(
 ) -> str | None:
     """Return why the states of a parameter stay in fp32, or None if they are quantized.
 
-    The answer depends on the whole parameter, never on this rank's shard.
+    The answer depends on the whole parameter and how many ranks cut its rows, not on this rank.
 
     Raises:
-        NotImplementedError: The parameter would be quantized but is sharded on another dimension
-            than 0.
+        NotImplementedError: The parameter would be quantized, but ranks have no contiguous parts.
     """
     if param in excluded:
         return excluded[param]
@@ -145,16 +145,12 @@ def reason_for_full_precision(
         return f"{param.dim()}-D"
     if param.numel() < config.min_numel:
         return f"fewer than {config.min_numel} elements"
-    if row_length(param.shape) < MIN_ROW_LENGTH:
+    pieces = row_pieces(param)
+    if pieces.length < MIN_ROW_LENGTH:
         return f"rows of fewer than {MIN_ROW_LENGTH} elements"
-    if isinstance(param, DTensor):
-        for placement in param.placements:
-            if not placement.is_replicate() and not placement.is_shard(0):
-                raise NotImplementedError(
-                    f"a parameter of shape {tuple(param.shape)} is placed as {placement}; coded "
-                    "optimizer states support sharding on dimension 0 and replication. Shard it on "
-                    "dimension 0, or pass it in `full_precision`."
-                )
+    if pieces.dim > 1 or pieces.length * pieces.number != row_length(param.shape):
+        return f"sharded on dimension {pieces.dim}" + (" unevenly" if pieces.dim == 1 else "")
+    shard_slices(param)
     return None
 
 

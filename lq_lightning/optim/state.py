@@ -11,8 +11,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lq_lightning._compat.tensors import like_rows, local_tensor, shard_rows
-from lq_lightning.kernels.optimizer_step import StateFormat, groups_per_row, row_length
+from lq_lightning._compat.tensors import (
+    Layout,
+    layout,
+    local_tensor,
+    placed,
+    row_pieces,
+    rows_layout,
+    shard,
+    stacked_layout,
+    whole_tensor,
+)
+from lq_lightning.kernels.optimizer_step import (
+    GROUP_SIZE,
+    StateFormat,
+    groups_per_row,
+    row_length,
+)
 from lq_lightning.kernels.optimizer_step.formats import MOST_MANTISSA_BITS
 from lq_lightning.kernels.optimizer_step.reference import State, decode_state, encode_state
 
@@ -27,26 +42,39 @@ def zero_state(param: Tensor, name: str, fmt: StateFormat) -> dict[str, Tensor]:
     """Allocate a state of zeros, placed like the parameter ``[D, ...]``.
 
     ``{name}_codes`` uint8 with the shape of the parameter, ``{name}_scale`` bf16 and, for
-    ``expanded_fp8``, ``{name}_exponent`` uint8 with shape ``[D, groups of a row]``; for ``float32``
-    just ``{name}``.
+    ``expanded_fp8``, ``{name}_exponent`` uint8 in the layout of :func:`constants_layout`; for
+    ``float32`` just ``{name}``.
     """
     local = local_tensor(param)
     if not fmt.quantized:
         values = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
         return {name: _placed(values, param)}
-    shape = (local.shape[0], groups_per_row(row_length(param.shape)))
+    shape = (local.shape[0], groups_per_row(row_pieces(param).length))
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-    scale = torch.zeros(shape, dtype=torch.bfloat16, device=local.device)
-    entry = {name + CODES: codes, name + SCALE: scale}
+    constants = {name + SCALE: torch.zeros(shape, dtype=torch.bfloat16, device=local.device)}
     if fmt.expanded:
-        entry[name + EXPONENT] = torch.full(
+        constants[name + EXPONENT] = torch.full(
             shape, MOST_MANTISSA_BITS, dtype=torch.uint8, device=local.device
         )
-    return {key: _placed(value, param) for key, value in entry.items()}
+    wanted = constants_layout(param)
+    entry = {key: placed(value, param, wanted) for key, value in constants.items()}
+    return {name + CODES: _placed(codes, param), **entry}
+
+
+def constants_layout(param: Tensor) -> Layout:
+    """Layout of scales and exponents of a parameter ``[D, ...]`` whose rows may be cut in T pieces.
+
+    Groups never cross ranks. Where the pieces are whole groups it is ``[D, groups of a row]``,
+    placed like the parameter: the codes mean the same for any T. Otherwise it is
+    ``[T * D, groups of a piece]``, all first pieces before all second ones, which no other T has.
+    """
+    pieces = row_pieces(param)
+    arrange = stacked_layout if pieces.length % GROUP_SIZE else rows_layout
+    return arrange(param, groups_per_row(pieces.length))
 
 
 def _placed(local: Tensor, param: Tensor) -> Tensor:
-    return local if param.dim() == 0 else like_rows(local, param)
+    return placed(local, param, layout(param))
 
 
 def part_names(name: str, fmt: StateFormat) -> list[str]:
@@ -81,22 +109,48 @@ def decoded(entry: Mapping[str, Any], name: str, param: Tensor, fmt: StateFormat
 
 
 def encoded(values: Tensor, name: str, param: Tensor, fmt: StateFormat) -> dict[str, Tensor]:
-    """The state that holds ``values``, which are placed like the parameter, or whole."""
+    """The state that holds ``values``, which are whole or sharded."""
     entry = zero_state(param, name, fmt)
-    placed = _adopted(values, param, torch.float32, param.shape)
-    encode_state(local_tensor(placed).contiguous(), _local_state(entry, name, fmt), fmt)
+    own = _adopted(values, param, torch.float32, layout(param))
+    encode_state(local_tensor(own).contiguous(), _local_state(entry, name, fmt), fmt)
     return entry
 
 
-def _adopted(value: Tensor, param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Move a tensor of a checkpoint, whole or placed like the parameter, to device and sharding.
+def _whole(value: Tensor) -> Tensor:
+    return whole_tensor(value) if isinstance(value, DTensor) else value
 
-    It must have ``shape`` before sharding, and ``dtype`` unless both are floating-point.
+
+def _decoded_pieces(
+    entry: Mapping[str, Any], name: str, param: Tensor, fmt: StateFormat
+) -> Tensor | None:
+    """The whole values, in fp32, of codes of rows in another number of pieces than here.
+
+    None if it is no such number.
     """
-    if value.shape != shape:
+    keys = part_names(name, fmt)
+    shapes = {entry[key].shape if key in entry else None for key in keys[1:]}
+    rows, length = param.shape[0], row_length(param.shape)
+    number = entry[keys[1]].shape[0] // max(rows, 1) if keys[1] in entry else 0
+    wanted = (number * rows, groups_per_row(length // max(number, 1)))
+    if not number or length % number or shapes != {wanted} or entry[keys[0]].shape != param.shape:
+        return None
+    codes, *constants = (_whole(entry[key]) for key in keys)
+    codes = codes.reshape(rows, number, -1).transpose(0, 1)  # `[pieces, D, length of a piece]`
+    exponent = constants[1] if fmt.expanded else None
+    values = decode_state(State(codes.flatten(0, 1), constants[0], exponent), fmt)
+    return values.view(codes.shape).transpose(0, 1).reshape(param.shape)
+
+
+def _adopted(value: Tensor, param: Tensor, dtype: torch.dtype, wanted: Layout) -> Tensor:
+    """Move a tensor of a checkpoint, whole or sharded, to the parameter's device and a layout.
+
+    It must have the shape of the layout, and ``dtype`` unless both are floating-point.
+    """
+    if value.shape != wanted.shape:
         raise ValueError(
             f"a saved optimizer state of shape {tuple(value.shape)} does not fit a parameter of "
-            f"shape {tuple(param.shape)}. Load it into the model that it was saved from."
+            f"shape {tuple(param.shape)}, which takes {tuple(wanted.shape)}. Load it into the "
+            "model that it was saved from."
         )
     both_floating = value.dtype.is_floating_point and dtype.is_floating_point
     if value.dtype != dtype and not both_floating:
@@ -105,9 +159,16 @@ def _adopted(value: Tensor, param: Tensor, dtype: torch.dtype, shape: torch.Size
             "Load it with the `load_state_dict` of the quantized optimizer."
         )
     value = value.to(dtype=dtype)
-    if not isinstance(value, DTensor) and param.dim() > 0:
-        value = shard_rows(value, param)
+    if not _is_placed(value, param, wanted):
+        value = shard(_whole(value), param, wanted)
     return value.to(device=local_tensor(param).device)
+
+
+def _is_placed(value: Tensor, param: Tensor, wanted: Layout) -> bool:
+    if not isinstance(value, DTensor) or not isinstance(param, DTensor):
+        return not isinstance(value, DTensor) and not isinstance(param, DTensor)
+    same_mesh = torch.equal(value.device_mesh.mesh, param.device_mesh.mesh)
+    return same_mesh and value.placements == wanted.placements
 
 
 # --- checkpoints --------------------------------------------------------------------------------
@@ -194,20 +255,23 @@ def read_entry(
 def _read_state(
     param: Tensor, entry: Mapping[str, Any], name: str, fmt: StateFormat, quantized: bool
 ) -> dict[str, Tensor]:
+    values = entry.get(name)
     if is_quantized(entry, name):
-        codes = {}
-        for part, dtype in _PART_DTYPES.items():
-            if name + part in entry:
-                shape = param.shape
-                if part != CODES:
-                    shape = torch.Size((shape[0], groups_per_row(row_length(shape))))
-                codes[name + part] = _adopted(entry[name + part], param, dtype, shape)
-        return codes if quantized else {name: decoded(codes, name, param, fmt)}
-    if entry.get(name) is None:
+        constants = constants_layout(param)
+        if any(entry[k].shape != constants.shape for k in part_names(name, fmt)[1:] if k in entry):
+            values = _decoded_pieces(entry, name, param, fmt)
+        if values is None:
+            codes = {}
+            for part, dtype in _PART_DTYPES.items():
+                if name + part in entry:
+                    wanted = layout(param) if part == CODES else constants
+                    codes[name + part] = _adopted(entry[name + part], param, dtype, wanted)
+            return codes if quantized else {name: decoded(codes, name, param, fmt)}
+    if values is None:
         return {}
     if quantized:
-        return encoded(entry[name], name, param, fmt)
-    return {name: _adopted(entry[name], param, torch.float32, param.shape)}
+        return encoded(values, name, param, fmt)
+    return {name: _adopted(values, param, torch.float32, layout(param))}
 
 
 def _missing_keys(

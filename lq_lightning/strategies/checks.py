@@ -254,6 +254,7 @@ def check_start(callbacks: Sequence[Any], ranks: RankGroup) -> None:
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose first step on sharded parameters would fail."""
+    _check_mixed_meshes(optimizer)
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if isinstance(optimizer, _UNSUPPORTED_OPTIMIZERS):
         what = f"`{type(optimizer).__name__}`"
@@ -267,3 +268,20 @@ def check_optimizer(optimizer: Optimizer) -> None:
         "or Muon, or SGD or Adagrad without `fused`; `QuantizedPrecision` makes the states of Adam "
         "and AdamW as small as a quarter. Or run on one rank."
     )
+
+
+def _check_mixed_meshes(optimizer: Optimizer) -> None:
+    """Let ASGD work where tensor parallelism shards only some parameters, or refuse it.
+
+    torch would put all scalars of its list operations on the mesh of the first parameter.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    meshes = {p.device_mesh for p in params if isinstance(p, DTensor)}
+    for group in optimizer.param_groups:
+        if len(meshes) > 1 and isinstance(optimizer, optim.ASGD):
+            if group["foreach"]:
+                raise NotImplementedError(
+                    "`ASGD(foreach=True)` does not work where only some parameters are sharded by "
+                    "tensor parallelism. Leave `foreach` out."
+                )
+            group["foreach"] = False  # None is True on GPUs

@@ -408,7 +408,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self.root_device,
             self._layer_sync,
         )
-        self._tensor.share_values()
+        self._tensor.share_values(module, self.device_mesh)
         known.settings, known.extra = self.settings(), self.on_sharded(module)
         remember(module, known)
         rank_zero_info(known.plan.summary())

@@ -102,11 +102,11 @@ class TensorRanks(StrategyPart):
         if self._batches is not None:
             self._batches.forget()
 
-    def share_values(self) -> None:
+    def share_values(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Give replicated parameters the values of the first tensor-parallel rank."""
-        module = self._module
-        if module is None:
+        if self.size == 1:
             return
+        self._group = mesh.get_group(TENSOR)
         if not any(tensor_shard(p) is not None for p in module.parameters()):
             raise ValueError(
                 f"`{self._owner}(tensor_parallel_size={self.size})`: no parameter of "

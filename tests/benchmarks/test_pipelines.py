@@ -1,4 +1,4 @@
-"""Benchmarks of slow links run on two ranks: bytes, times and losses are consistent."""
+"""Benchmarks run on several ranks: bytes, times, errors and losses are consistent."""
 
 from __future__ import annotations
 
@@ -78,3 +78,28 @@ def test_split_learning_is_measured(tmp_path: Path) -> None:
     assert rows[1]["latency"] == 1.0
     assert rows[0]["sent_bytes"] > rows[0]["kinds"]["adapters"] > 0
     assert all(row["batch_ms"] > 0 and row["memory_bytes"] > 0 for row in rows)
+
+
+def test_bytes_between_nodes_of_tensor_parallel_ranks_are_those_of_the_formula(
+    tmp_path: Path,
+) -> None:
+    sizes = ["--tiny", "--hidden", "256", "--heads", "4", "--steps", "2", "--warmup", "1"]
+    options = [*sizes, "--node-size", "2", "--tensor-parallel", "2"]
+    options += ["--variants", "fsdp2,quantized,weights-only,gradients-only"]
+    variants = _report(tmp_path, "step_time.py", *options, size=4)["variants"]
+    for name, row in variants.items():
+        assert row["sent_inter_bytes"] == pytest.approx(row["formula_inter_bytes"], rel=0.01), name
+        assert row["last_loss"] == pytest.approx(variants["fsdp2"]["last_loss"], rel=1e-3)
+    # (4.125 + 4.25) bits, and some more for embedding and head, instead of 2 * 16 + 32
+    sent = {name: row["sent_inter_bytes"] for name, row in variants.items()}
+    assert 7 < sent["fsdp2"] / sent["quantized"] < 7.7
+
+
+def test_reductions_are_compared_on_equal_terms(tmp_path: Path) -> None:
+    options = ["--sizes", "64K", "--scatter", "256K", "--seconds", "0.01", "--node-size", "2"]
+    row, scatter = _report(tmp_path, "all_reduce.py", *options, size=4)["rows"]
+    assert [row["kind"], scatter["kind"]] == ["all-reduce", "reduce-scatter"]
+    assert all(ms > 0 for ms in row["parts_ms"].values())
+    errors = scatter["relative_error"]
+    assert errors["TLq-HS, transform apart"] == pytest.approx(errors["TLq-HS"], rel=1e-3)
+    assert errors["QuanGrad"] < errors["TLq-HS"] < errors["TLq"] < errors["ULq"] < 0.5

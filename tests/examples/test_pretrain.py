@@ -94,6 +94,9 @@ CONFIGS = (
     "lora",
     "everything",
     "pipeline",
+    "tensor_parallel",
+    "pipeline_tensor_parallel",
+    "llama_tensor_parallel",
 )
 
 
@@ -106,7 +109,7 @@ def test_configs_parse_and_take_overrides(name: str, examples: Path) -> None:
         "--trainer.max_steps=7",
     )
     strategy = config["trainer"]["strategy"]
-    kind = "Pipeline" if name == "pipeline" else "FSDP"
+    kind = "Pipeline" if name.startswith("pipeline") else "FSDP"
     assert strategy["class_path"] == f"lq_lightning.strategies.Quantized{kind}Strategy"
     assert strategy["init_args"]["gradients"] == "TLq"
     assert config["trainer"]["max_steps"] == 7

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, quantize_optimizer
 
@@ -144,13 +145,27 @@ def exchange_states(rank: int, world: int) -> None:
     set_optimizer_state_dict(model, optimizer, gathered[0], options=options)
     assert_same(whole_state(optimizer), before)
 
+
+def other_placements(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    weight = nn.Parameter(distribute_tensor(torch.randn(64, 128), mesh, [Shard(1)]))
-    other = QuantizedAdamW([weight])
-    weight.grad = torch.ones_like(weight)
-    with pytest.raises(NotImplementedError, match="support sharding on dimension 0"):
-        other.step()
-    QuantizedAdamW([weight], full_precision=[weight]).step()
+
+    def plan(shape: tuple[int, ...], placement: Placement, **options: Any) -> str | None:
+        full = torch.randn(shape)
+        weight = nn.Parameter(distribute_tensor(full, mesh, [placement], src_data_rank=None))
+        optimizer = QuantizedAdamW([weight], **options)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return optimizer.quantization_plan()[0].reason
+
+    assert plan((64, 128), Shard(1)) is None
+    assert plan((64, 129), Shard(1)) == "sharded on dimension 1 unevenly"
+    assert plan((128, 62), Shard(1)) == "rows of fewer than 32 elements"
+    assert plan((4, 32, 64), Shard(2)) == "sharded on dimension 2"
+    packed = _StridedShard(0, split_factor=2)
+    with pytest.raises(NotImplementedError, match="no contiguous block"):
+        plan((64, 128), packed)
+    few = OptimizerQuantization(min_numel=10**6)
+    assert plan((64, 128), packed, quantization=few) is not None
 
 
-test_on_ranks = rank_tests(on_ranks(exchange_states, 2))
+test_on_ranks = rank_tests(on_ranks(exchange_states, 2), on_ranks(other_placements, 2))

@@ -9,12 +9,23 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, run_trainer, trainer
+from lq_testing import tensor_models
+from lq_testing.lightning_models import (
+    SMALL,
+    Losses,
+    TinyModule,
+    loader,
+    quiet,
+    run_trainer,
+    trainer,
+)
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from lq_lightning import (
     QuantizedAllReduce,
@@ -22,6 +33,8 @@ from lq_lightning import (
     QuantizedPrecision,
     quantized_all_reduce_hook,
 )
+from lq_lightning._compat.tensor_parallel import replicated_parameters
+from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, QuantizedSGD
 
@@ -366,3 +379,58 @@ def test_in_yaml(tmp_path: Path) -> None:
     assert plugin.precision == "bf16-mixed"
     assert plugin._states == OptimizerQuantization(first_moment="dynamic8", min_numel=256)
     assert plugin._buffer_code == "fp8_e4m3"
+
+
+# --- tensor parallelism -------------------------------------------------------------------------
+
+
+class _Sequences(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return tensor_models.batch(index, size=1)[0]
+
+
+def _fit_parallel(root: str, sequence: bool, **options: Any) -> tuple[Any, list[float]]:
+    losses = Losses()
+    strategy = QuantizedFSDPStrategy(tensor_parallel_size=2, node_size=2, **SMALL)
+    options |= {"devices": 4, "callbacks": [losses], "accumulate_grad_batches": 2}
+    run = trainer(strategy, root, **options)
+    run.fit(tensor_models.ParallelModule(sequence), DataLoader(_Sequences(), batch_size=4))
+    return run, losses.values
+
+
+def _with_tensor_parallelism(rank: int, world: int, root: str) -> list[list[float]]:
+    tensor_models.WIDTH, tensor_models.VOCABULARY = 64, 128
+    noisy = CodecSpec(code="int8", group_size=32, rounding="stochastic")
+    found = []
+    for sequence, precision in ((False, "bf16-true"), (True, "32-true")):
+        states = OptimizerQuantization(
+            quantize_embeddings=True, stochastic_rounding=precision == "bf16-true"
+        )
+        plugin = QuantizedPrecision(precision, states, noisy)  # type: ignore[arg-type]
+        _, exact = _fit_parallel(root, sequence)
+        run, losses = _fit_parallel(root, sequence, plugins=[plugin])
+        found += [exact, losses]
+        module, optimizer = run.lightning_module, run.optimizers[0]
+        plan = {p.name for p in optimizer.quantization_plan() if p.reason is None}
+        layers = {f"net.blocks.{i}.mlp.{side}.weight" for i in range(2) for side in ("up", "down")}
+        assert plan == layers | {"net.embedding.weight", "net.head.weight"}
+        copies = replicated_parameters(module)
+        assert ("net.embedding.weight" in copies) != sequence
+        group = module.device_mesh.get_group("tensor_parallel")
+        for name, param in copies.items():
+            for value in (param, *optimizer.state[param].values()):
+                own = local_tensor(value.detach()).contiguous()
+                every = [torch.empty_like(own) for _ in range(2)]
+                dist.all_gather(every, own, group=group)
+                assert torch.equal(*every), name
+    return found
+
+
+def test_tensor_parallel_ranks_stay_alike(tmp_path: Path) -> None:
+    for found in run_trainer(_with_tensor_parallelism, 4, str(tmp_path)):
+        for exact, losses in zip(found[::2], found[1::2], strict=True):
+            assert losses == pytest.approx(exact, abs=0.05)
+            assert exact[-1] < exact[0] - 0.7

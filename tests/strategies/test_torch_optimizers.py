@@ -1,4 +1,4 @@
-"""Which of torch's optimizers work on sharded parameters."""
+"""Which of torch's optimizers work on sharded parameters, only some of which are on two axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from lq_testing import run_ranks
 from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
 from lq_testing.models import Block
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 from lq_lightning import QuantizedFSDPStrategy
@@ -22,35 +25,47 @@ NAMES = sorted(
     for name, value in vars(torch.optim).items()
     if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
 )
-FUSED = [n for n in NAMES if "fused" in inspect.signature(getattr(torch.optim, n)).parameters]
+WITH = {
+    option: [n for n in NAMES if option in inspect.signature(getattr(torch.optim, n)).parameters]
+    for option in ("fused", "foreach")
+}
+# On GPUs, `foreach` is torch's default.
+CASES = [f"{name} {option}" for option, names in WITH.items() for name in names]
+CASES += ["ASGD", *(name for name in NAMES if name not in WITH["foreach"])]
 REFUSED = {"Adafactor", "LBFGS", "Rprop", "SparseAdam", "Adagrad fused", "SGD fused"}
+REFUSED |= {"Adafactor foreach", "Rprop foreach", "ASGD foreach"}
+PLAN = {"down": ColwiseParallel(output_layouts=Replicate())}
 
 
-def _steps(case: str, module: nn.Module) -> None:
-    name, *fused = case.split()
+def _steps(case: str, module: nn.Module) -> Optimizer:
+    name, *options = case.split()
     parameters = [p for p in module.parameters() if name != "Muon" or p.ndim == 2]
-    optimizer = getattr(torch.optim, name)(parameters, **({"fused": True} if fused else {}))
+    optimizer = getattr(torch.optim, name)(parameters, **dict.fromkeys(options, True))
     check_optimizer(optimizer)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         module(torch.randn(256, 24, generator=generator)).pow(4).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    return optimizer
 
 
 def _all(rank: int, world_size: int) -> None:
-    for case in [*NAMES, *(f"{name} fused" for name in FUSED)]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    for case in CASES:
         torch.manual_seed(0)
         sharded, whole = Block(), Block()
         whole.load_state_dict(sharded.state_dict())
-        fully_shard(sharded)
+        parallelize_module(sharded, mesh["tensor_parallel"], PLAN)
+        fully_shard(sharded, mesh=mesh["data_parallel"])
         if case in REFUSED:
-            with pytest.raises(NotImplementedError, match="does not work on parameters that are"):
+            with pytest.raises(NotImplementedError, match="does not work"):
                 _steps(case, sharded)
             continue
         start = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        _steps(case, sharded)
+        optimizer = _steps(case, sharded)
         _steps(case, whole)
+        assert case != "ASGD" or optimizer.param_groups[0]["foreach"] is False
         for (name, mine), expected in zip(
             sharded.named_parameters(), whole.parameters(), strict=True
         ):
@@ -62,7 +77,7 @@ def _all(rank: int, world_size: int) -> None:
 
 
 def test_those_that_are_not_refused_step_like_on_one_device() -> None:
-    run_ranks(_all, 2)
+    run_ranks(_all, 4)
 
 
 class WithOptimizer(TinyModule):
