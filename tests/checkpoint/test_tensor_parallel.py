@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lq_testing.lightning_models import EXACT, PLAIN, SMALL, Losses, run_trainer, trainer
-from lq_testing.tensor_models import WIDTH, ParallelLM, ParallelModule, batch
+from lq_testing.tensor_models import ParallelLM, ParallelModule, batch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils.data import DataLoader
@@ -28,6 +28,7 @@ from lq_lightning import (
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.checkpoint.folder import ShardedCheckpoint, read_metadata
 
+WIDTH = 32
 HIDDEN = 82  # 41 for each of two tensor-parallel ranks, so 21 and 20 for two data-parallel ones
 
 
@@ -46,7 +47,7 @@ class Uneven(ParallelModule):
         self._make()
 
     def _make(self) -> None:
-        self.net = ParallelLM()
+        self.net = ParallelLM(width=WIDTH)
         for block in self.net.blocks:
             block.mlp.up, block.mlp.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         if not self.split:
@@ -152,7 +153,7 @@ def _train(rank: int, world: int, root: str, split: bool) -> list[list[float]]:
         for name in ("4a", "4b" if split else "4c"):
             module = Uneven(2, split)
             module.net.blocks[1].mlp.up = nn.Linear(WIDTH, HIDDEN + 4)
-            with pytest.raises(RuntimeError, match=r"net.blocks.1.mlp.up.weight.*82, 16"):
+            with pytest.raises(RuntimeError, match=r"net.blocks.1.mlp.up.weight.*82, 32"):
                 _fit(root, _strategy(pipeline, 2, False), world, f"{name}.ckpt", module=module)
     assert not warned
     return found
