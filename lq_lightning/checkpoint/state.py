@@ -51,7 +51,7 @@ def gather_tensors(tree: Any, keep: bool) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(gather_tensors(value, keep) for value in tree)
     if isinstance(tree, DTensor):
-        whole = whole_tensor(tree.detach())
+        whole = whole_tensor(tree).detach()
         return whole.cpu() if keep else None
     if isinstance(tree, Tensor):
         return tree.detach().cpu() if keep else None
