@@ -169,6 +169,20 @@ class Decoder(nn.Module):
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=residual_std if into_residual else config.init_std)
 
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Return how ``tensor_parallel="auto"`` splits linear layers: by columns or rows."""
+        return {
+            "embedding": "embedding_rowwise",
+            "lm_head": "colwise_gather_output",
+            "blocks.*.attention.q_proj": "colwise",
+            "blocks.*.attention.k_proj": "colwise",
+            "blocks.*.attention.v_proj": "colwise",
+            "blocks.*.attention.o_proj": "rowwise",
+            "blocks.*.mlp.gate_proj": "colwise",
+            "blocks.*.mlp.up_proj": "colwise",
+            "blocks.*.mlp.down_proj": "rowwise",
+        }
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the ``[B, T, V]`` next-token logits of ``[B, T]`` int64 token ids."""
         return self.lm_head(self.hidden_states(tokens_BT))

@@ -43,6 +43,12 @@ def replicated_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in root.named_parameters() if tensor_shard(p) is None}
 
 
+def hugging_face_plan(model: nn.Module) -> dict[str, str]:
+    """Styles of a transformers model's submodules, as it and its config bring them."""
+    plan: dict[str, str] | None = getattr(model, "_tp_plan", None)
+    return plan or {}
+
+
 def why_not_shardable(tensor: DTensor, mesh: DeviceMesh | None) -> str | None:
     """What keeps FSDP2 from sharding a DTensor on a tensor-parallel mesh; None if nothing does.
 

@@ -88,6 +88,7 @@ from lq_lightning.strategies.sharding import (
     shard,
 )
 from lq_lightning.strategies.tensor_parallel import TensorRanks, data_topology
+from lq_lightning.strategies.tensor_plans import parallelize_automatically
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -391,6 +392,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def _parallelize(self, module: LightningModule) -> None:
         """Cut a whole module for tensor-parallel ranks as the option says."""
+        if self._options.tensor_parallel is None or self._tensor.size == 1 or sharded(module):
+            return
+        owner = type(self).__name__
+        plan = parallelize_automatically(module, self.device_mesh[TENSOR], owner=owner)
+        rank_zero_info(plan.summary())
 
     def _shard_once(self, module: LightningModule) -> None:
         known = sharded(module)
