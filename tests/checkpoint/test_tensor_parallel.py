@@ -28,6 +28,7 @@ from lq_lightning import (
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.checkpoint.folder import ShardedCheckpoint, read_metadata
 
+load_file = pytest.importorskip("safetensors.torch").load_file
 WIDTH = 32
 HIDDEN = 82  # 41 for each of two tensor-parallel ranks, so 21 and 20 for two data-parallel ones
 
@@ -69,6 +70,29 @@ class Uneven(ParallelModule):
             return loss
         self.net.seen += 1
         return loss + self.net.tiny.square().sum()
+
+
+def _llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**shape, **heads, tie_word_embeddings=True)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+class Llama(Uneven):
+    """Is filled from the file of a model of Hugging Face, and cut by its plan."""
+
+    def _make(self) -> None:
+        self.net = None
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = _llama()
+        load_pretrained(self.net, self.pretrained)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        return self.net(input_ids=tokens, labels=tokens).loss
 
 
 class Saves(Callback):
@@ -155,6 +179,10 @@ def _train(rank: int, world: int, root: str, split: bool) -> list[list[float]]:
             module.net.blocks[1].mlp.up = nn.Linear(WIDTH, HIDDEN + 4)
             with pytest.raises(RuntimeError, match=r"net.blocks.1.mlp.up.weight.*82, 32"):
                 _fit(root, _strategy(pipeline, 2, False), world, f"{name}.ckpt", module=module)
+    if world == 2:
+        use = _strategy(1, 2, False, tensor_parallel="auto")
+        module = Llama(2, split, pretrained=f"{root}/llama")
+        _fit(root, use, world, None, "llama.ckpt", module, max_steps=1)
     assert not warned
     return found
 
@@ -191,6 +219,8 @@ def test_checkpoints_of_all_sizes_hold_and_restore_the_same(tmp_path: Path, spli
     expected = _tensors(torch.load(f"{root}/one.ckpt", weights_only=True))
     assert len(expected) > 60
     consolidate_checkpoint(f"{root}/one.ckpt", f"{root}/one.safetensors", "safetensors", "net.")
+    llama = _llama()
+    llama.save_pretrained(f"{root}/llama")
     for world, runs in RUNS[split].items():
         for found in run_trainer(_train, world, root, split):
             for values in found:
@@ -211,6 +241,11 @@ def test_checkpoints_of_all_sizes_hold_and_restore_the_same(tmp_path: Path, spli
     started = _tensors(torch.load(tmp_path / "joined.ckpt", weights_only=True))
     weights = [key for key in expected if key.startswith("weight ") and "seen" not in key]
     assert all(torch.equal(started[key], expected[key]) for key in weights)
+    if not split:
+        consolidate_checkpoint(tmp_path / "llama.ckpt", one, "safetensors", "net.")
+        saved, names = load_file(one), load_file(tmp_path / "llama" / "model.safetensors")
+        assert saved.keys() == names.keys()
+        assert all(torch.equal(value, names[name]) for name, value in saved.items())
 
 
 STOCHASTIC: dict[str, Any] = {
