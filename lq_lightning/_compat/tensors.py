@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -125,6 +125,32 @@ def materialize(root: nn.Module, device: torch.device) -> None:
     for (first, first_name), *others in places.values():
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
+
+
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """Gather a DTensor on all ranks of its mesh, which call this together.
+
+    What FSDP2 has sharded of a tensor-parallel shard is gathered first. ``full_tensor`` begins with
+    the last axis, and warns of that.
+    """
+    if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+        return tensor.full_tensor()
+    mesh, placements, local = tensor.device_mesh, list(tensor.placements), tensor._local_tensor
+    for axis, placement in enumerate(tensor.placements):
+        placements[axis] = Replicate()
+        if not is_shard(placement):
+            continue
+        shape, _ = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        part = DTensor.from_local(
+            local,
+            mesh[(mesh.mesh_dim_names or ())[axis]],
+            [Shard(placement.dim)],  # type: ignore[attr-defined]
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        local = part.full_tensor()
+    return local
 
 
 def waited(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Fill a module with pretrained weights from safetensors files; each rank reads its shards.
 
-The files are memory-mapped, and a rank copies only its own rows. A module on the meta device has no
+The files are memory-mapped, and a rank copies only its own part. A module on the meta device has no
 memory to fill yet, so each of its layers gets a ``reset_parameters`` that fills it: FSDP2,
 Lightning's strategies and ours call that method once there is memory.
 """
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lq_lightning._compat.modules import hugging_face_initializers
 from lq_lightning._compat.tensors import local_tensor, shard_slices
@@ -46,12 +45,6 @@ class _Stored:
 
     def copy_to(self, tensor: Tensor) -> None:
         """Fill the part of a tensor that this rank holds, reading no more than that."""
-        placements = tensor.placements if isinstance(tensor, DTensor) else ()
-        if any(type(placement) not in (Shard, Replicate) for placement in placements):
-            raise NotImplementedError(
-                f"`{self.key}` is sharded as {placements}, of which a rank does not know its rows: "
-                "only `Shard` and `Replicate` are supported, as FSDP2 alone makes them."
-            )
         with _opened(self.file) as file:
             entry = file.get_slice(self.key)
             if tuple(entry.get_shape()) != tuple(tensor.shape):  # `copy_` would broadcast
@@ -61,7 +54,7 @@ class _Stored:
                     "`load_pretrained` was called. Resize layers before it, and leave the files "
                     "as they are until the strategy has set up the module."
                 )
-            # `entry` is mapped memory: only these rows are read
+            # `entry` is mapped memory: only this part is read
             local_tensor(tensor.detach()).copy_(entry[shard_slices(tensor)])
 
 
@@ -130,8 +123,7 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     Raises:
         FileNotFoundError: There is no such folder or file, or none of the above in the folder.
         ValueError: Names, shapes or dtypes do not fit, or a file is damaged.
-        NotImplementedError: A parameter is sharded in another way than ``Shard`` and ``Replicate``,
-            as by FSDP2 and tensor parallelism together.
+        NotImplementedError: A rank's part of a parameter is not one block of it.
         ModuleNotFoundError: The package ``safetensors`` is missing.
     """
     stored = _read_headers(_find_files(Path(path)))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
-from lq_lightning._compat.tensors import empty_like_sharded, local_shard
+from lq_lightning._compat.tensors import empty_like_sharded, local_shard, whole_tensor
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 from lq_lightning.foundation.parameters import clean_name, tied_names
@@ -51,7 +51,7 @@ def gather_tensors(tree: Any, keep: bool) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(gather_tensors(value, keep) for value in tree)
     if isinstance(tree, DTensor):
-        whole = tree.full_tensor().detach()
+        whole = whole_tensor(tree).detach()
         return whole.cpu() if keep else None
     if isinstance(tree, Tensor):
         return tree.detach().cpu() if keep else None
@@ -462,14 +462,24 @@ def _first_difference(first: list[Any], second: list[Any], rank: int) -> str:
 def gather_optimizer(module: nn.Module, optimizer: Optimizer, ranks: RankGroup) -> dict[str, Any]:
     """The whole state of an optimizer by position on the first rank, nothing elsewhere.
 
-    All ranks that hold its shards call it; states are gathered by name, in the first rank's order,
-    as parameters may have another order on another rank.
+    All ranks that hold its shards call it.
     """
     own = optimizer_state_by_name(module, optimizer)
     if not own:
         return {}
     check_alike(module, [optimizer], ranks)
-    states = own["state"]
+    whole = gather_states(optimizer, own["state"], ranks)
+    groups = gather_tensors(own["param_groups"], keep=True)
+    return by_position(whole, groups) if ranks.is_first else {}
+
+
+def gather_states(
+    optimizer: Optimizer, states: Mapping[str, Any], ranks: RankGroup
+) -> dict[str, Any]:
+    """The whole states of an optimizer by name on the first rank, nothing elsewhere.
+
+    Gathered in the first rank's order, as parameters may have another order on another rank.
+    """
     keys = {name: list(entry) for name, entry in states.items() if isinstance(entry, Mapping)}
     order: dict[str, list[str]] = ranks.broadcast(keys)
     ranks.together(lambda: _check_keys(optimizer, keys, order))
@@ -478,10 +488,7 @@ def gather_optimizer(module: nn.Module, optimizer: Optimizer, ranks: RankGroup) 
         name: {key: gather_tensors(states[name][key], keep) for key in order[name]}
         for name in order
     }
-    if not keep:
-        return {}
-    others = {name: entry for name, entry in states.items() if name not in whole}
-    return by_position({**whole, **others}, gather_tensors(own["param_groups"], keep))
+    return {**states, **whole} if keep else {}
 
 
 def _check_keys(

@@ -20,6 +20,7 @@ from lq_lightning._compat.tensors import (
     rows_layout,
     shard,
     stacked_layout,
+    whole_tensor,
 )
 from lq_lightning.kernels.optimizer_step import (
     GROUP_SIZE,
@@ -116,7 +117,7 @@ def encoded(values: Tensor, name: str, param: Tensor, fmt: StateFormat) -> dict[
 
 
 def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return whole_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _decoded_pieces(

@@ -373,7 +373,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             if self._is_sharded:
                 for optimizer in self.optimizers:
                     check_optimizer(optimizer)
-                ranks = RankGroup(group=self.device_mesh.get_group("data_parallel"))
+                ranks = RankGroup(group=self.model_group())
                 state.check_alike(module, self.optimizers, ranks)
             move_optimizers_to_device(self.optimizers, self.root_device)
 

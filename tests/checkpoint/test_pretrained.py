@@ -317,7 +317,7 @@ def _strided(rank: int, world: int, path: str) -> None:
             load_pretrained(module, path)
             assert local.eq(1).all()
             continue
-        with pytest.raises(NotImplementedError, match="`weight` is sharded as .*StridedShard"):
+        with pytest.raises(NotImplementedError, match="is placed as .*StridedShard"):
             load_pretrained(module, path)
 
 

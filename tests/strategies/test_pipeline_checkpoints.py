@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lq_testing.lightning_models import PLAIN, Losses, TinyModule, loader, run_trainer, trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,6 +28,8 @@ class Grouped(TinyModule):
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim > 1]
         others = [p for p in self.parameters() if p.ndim < 2]
+        if dist.is_initialized() and dist.get_rank() % 2:  # as a `set` of names would have them
+            matrices.reverse()
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
         return torch.optim.AdamW(groups, lr=1e-2)
 

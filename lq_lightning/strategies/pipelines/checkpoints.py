@@ -72,9 +72,8 @@ class StageLayout(ModelLayout):
         if not own:
             return {}
         groups = self._whole_groups(own)
-        keep = self.shard_ranks.is_first
-        states = state.gather_tensors(own["state"], keep)
-        if not keep:
+        states = state.gather_states(optimizer, own["state"], self.shard_ranks)
+        if not self.shard_ranks.is_first:
             return {}
         states = gather_parts(states, self.control_group)
         return by_position(states, groups) if ALL_RANKS.is_first else {}
