@@ -206,7 +206,7 @@ def _is_written_once(path: Path) -> None:
     assert sum(file.stat().st_size for file in path.glob("*.distcp")) == known
 
 
-@pytest.mark.parametrize("split", [False])
+@pytest.mark.parametrize("split", [False, True])
 def test_checkpoints_of_all_sizes_hold_and_restore_the_same(tmp_path: Path, split: bool) -> None:
     root = str(tmp_path)
     more: Any = {"split": split, "max_epochs": 2}
