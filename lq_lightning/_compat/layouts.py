@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -149,20 +149,30 @@ class _Received(torch.autograd.Function):
         return dy
 
 
-# One operator, so that compilers neither compute it again nor look into it.
+# One operator, so that compilers neither compute it again nor look into it: they cannot tell from
+# dynamic shapes where in a message a tensor may begin.
 @torch.library.custom_op(
-    "lq_lightning::gather_bytes",
+    "lq_lightning::gather_tensors",
     mutates_args=(),
-    schema="(Tensor x, str group, int size) -> Tensor",
+    schema="(Tensor[] tensors, str group, int size) -> Tensor[]",
 )
-def gather_bytes(x: Tensor, group: str, size: int) -> Tensor:
-    """Gather ``[n]`` uint8 of each rank of a group, by its name: ``[size, n]``."""
-    out = x.new_empty(size * x.numel())
+def gather_tensors(tensors: Sequence[Tensor], group: str, size: int) -> list[Tensor]:
+    """Gather tensors of each rank of a group, by its name: ``[size, *shape]`` each.
+
+    Shapes and dtypes are those of all ranks; one collective.
+    """
+    mine = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    message = torch.cat(mine)
+    out = message.new_empty(size * message.numel())
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    all_gather_flat(out, x.contiguous(), resolve(group))
-    return out.view(size, -1)
+    all_gather_flat(out, message, resolve(group))
+    parts = out.view(size, -1).split([part.numel() for part in mine], dim=1)
+    return [
+        part.contiguous().view(-1).view(tensor.dtype).view(size, *tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
-@gather_bytes.register_fake
-def _(x: Tensor, group: str, size: int) -> Tensor:
-    return x.new_empty(size, x.numel())
+@gather_tensors.register_fake
+def _(tensors: Sequence[Tensor], group: str, size: int) -> list[Tensor]:
+    return [tensor.new_empty(size, *tensor.shape) for tensor in tensors]

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lq_lightning._compat.layouts import (
     LayoutHook,
-    gather_bytes,
+    gather_tensors,
     layout_hooks,
     local_of,
     replace_hook,
@@ -47,8 +47,6 @@ from .sources import (
     relay,
     source_of,
 )
-
-_ALIGNMENT = 16  # bytes between the tensors of a gathered source
 
 
 class Layout(NamedTuple):
@@ -244,13 +242,9 @@ class GatheredCodes(Codes):
         """Tensors of each rank's code; one collective."""
         count = self.own.per_row
         own = [t for t in tensors[:count] if t is not None]
-        every = gather_bytes(torch.cat([_padded(t) for t in own]), self.group, self.size)
-        for part in every:
-            made, start = [], 0
-            for t in own:
-                made.append(part[start : start + t.nbytes].view(t.dtype).view(t.shape))
-                start += -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
-            yield (*made, *tensors[count:])
+        every = gather_tensors(own, self.group, self.size)
+        for rank in range(self.size):
+            yield (*(t[rank] for t in every), *tensors[count:])
 
     @override
     def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
@@ -265,7 +259,7 @@ class GatheredCodes(Codes):
         parts = [self.own.rebuild_float8(p, each, scale) for p in self._parts(tensors)]
         made = [p.view(torch.uint8)[:, :each].reshape(self.numel, self.outer, -1) for p in parts]
         columns = torch.cat(made, dim=2).view(self.numel, -1)[:, :rows]
-        columns = F.pad(columns, (0, -rows % _ALIGNMENT))
+        columns = F.pad(columns, (0, -rows % 16))
         return columns.contiguous().view(torch.float8_e4m3fn)
 
 
@@ -284,11 +278,6 @@ class Values(Codes):
         x: Any = tensors[0]
         columns: Tensor = float8_cast(x, scale * 448.0, False, True)[1]
         return columns
-
-
-def _padded(t: Tensor) -> Tensor:
-    flat = t.reshape(-1).view(torch.uint8)
-    return F.pad(flat, (0, -flat.numel() % _ALIGNMENT))
 
 
 def gathered(source: Source, mesh: DeviceMesh, dim: int) -> Source:

@@ -93,13 +93,13 @@ class _Case:
 
 def _count_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
-    gather = shards.gather_bytes
+    gather = shards.gather_tensors
 
-    def counted(x: Tensor, group: str, size: int) -> Tensor:
-        sizes.append(x.numel())
-        return gather(x, group, size)
+    def counted(tensors: list[Tensor], group: str, size: int) -> list[Tensor]:
+        sizes.append(sum(t.nbytes for t in tensors))
+        return gather(tensors, group, size)
 
-    monkeypatch.setattr(shards, "gather_bytes", counted)
+    monkeypatch.setattr(shards, "gather_tensors", counted)
     return sizes
 
 
