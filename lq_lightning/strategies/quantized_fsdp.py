@@ -153,7 +153,7 @@ class ReplicaGroups(StrategyPart):
             "buffers must not depend on the node, its ranks or its data.",
         )
         start_alike([local_tensor(p) for _, p in by_name], mesh.get_group(NODE), device)
-        broadcast_module_states(module, parameters=False)
+        broadcast_module_states(module, parameters=False, group=self.column)
 
     def set_up(self, trainer: Trainer, module: LightningModule) -> None:
         """Make the outer optimizer for a run of ``fit``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -10,6 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lq_lightning._compat.tensor_parallel import TENSOR, replicated_parameters, tensor_shard
 from lq_lightning._compat.tensors import local_tensor
@@ -47,6 +50,32 @@ def data_topology(owner: str, ranks: Topology, tensor_size: int) -> Topology:
     )
 
 
+class _GatherOver:
+    """Gathers states of a metric from a group, which can be neither copied nor pickled."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, result: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        gathered: list[Tensor] = gather_all_tensors(result, group or self._group)
+        return gathered
+
+    def __deepcopy__(self, memo: object) -> _GatherOver:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def gather_over_data_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let metrics that have no group of their own gather their states over ``group``."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            known = metric.dist_sync_fn
+            if known is None or isinstance(known, _GatherOver):
+                metric.dist_sync_fn = _GatherOver(group)
+
+
 class TensorRanks(StrategyPart):
     """Keeps tensor-parallel ranks alike in what all of them hold.
 
@@ -65,6 +94,8 @@ class TensorRanks(StrategyPart):
         self._every: dist.ProcessGroup | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._steps = 0
+        self._unverified: dict[str, nn.Parameter] = {}
+        self._gradients: Counter[str] = Counter()  # that these have had
         self._batches: BatchCheck | None = None
 
     def begin_run(
@@ -127,19 +158,25 @@ class TensorRanks(StrategyPart):
         """Start a run of ``fit``."""
         self._optimizers = optimizers
         self._steps = 0
+        if self._module is not None:
+            self._unverified = replicated_parameters(self._module)
+        self._gradients.clear()
 
     @torch.no_grad()
     def check_gradients(self) -> None:
-        """Refuse gradients that differ between ranks in the first step; all ranks call it.
+        """Refuse a parameter's first gradient if it differs between ranks; all of them call it.
 
         A norm that sees this rank's tokens only, as a plain module in a sequence-parallel region,
-        has a gradient of these alone: every rank would train its copy on other tokens.
+        has a gradient of these alone: every rank would train its copy on other tokens. A gradient
+        that is zero, or in a step that is not finite, says nothing: the 2nd, 4th, 8th ... one is
+        compared then.
         """
-        if self._module is None or self._steps:
-            return
         names, differences = [], []
-        for name, parameter in replicated_parameters(self._module).items():
-            if parameter.grad is not None:
+        for name, parameter in self._unverified.items():
+            if parameter.grad is None:
+                continue
+            self._gradients[name] = count = self._gradients[name] + 1
+            if count & (count - 1) == 0:
                 mean = local_tensor(parameter.grad).float()
                 own = mean / self.size
                 mean = own.clone()
@@ -148,9 +185,11 @@ class TensorRanks(StrategyPart):
                 differences.append((own * self.size - mean).norm() / mean.norm())
         if not names:
             return
-        # NaN: both are zero, or a step that is not finite, which others look after
-        found = torch.stack(differences).nan_to_num(0.0, posinf=1.0)
+        found = torch.stack(differences).nan_to_num(-1.0, posinf=1.0)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._every)
+        for name, difference in zip(names, found.tolist(), strict=True):
+            if difference >= 0:
+                del self._unverified[name]
         bad = [(n, d) for n, d in zip(names, found.tolist(), strict=True) if d > _MAX_DIFFERENCE]
         if bad:
             name, difference = max(bad, key=lambda pair: pair[1])
