@@ -92,6 +92,7 @@ from lq_lightning.strategies.tensor_parallel import (
     TensorRanks,
     data_topology,
     gather_over_data_ranks,
+    keeps_ties,
 )
 from lq_lightning.strategies.tensor_plans import parallelize_automatically
 
@@ -342,11 +343,17 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 self._device_mesh = shared_mesh(self.root_device.type, axes)
         set_device_mesh(self._require_module(), self._device_mesh)
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Context in which ``trainer.init_module`` and ``configure_model`` create tensors."""
-        if self.world_size == 1:
-            return Strategy.tensor_init_context(self, empty_init)
-        return super().tensor_init_context(empty_init)
+        module = self._attached_module if self._tensor.size > 1 else None
+        with (
+            keeps_ties(module),
+            super().tensor_init_context(empty_init)
+            if (self.world_size > 1)
+            else Strategy.tensor_init_context(self, empty_init),
+        ):
+            yield
 
     # --- setup ----------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lq_lightning._compat.tensor_parallel import TENSOR, replicated_parameters, tensor_shard
+from lq_lightning._compat.tensor_parallel import (
+    TENSOR,
+    replicated_parameters,
+    tensor_axis,
+    tensor_shard,
+)
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.foundation.topology import Topology
@@ -48,6 +54,32 @@ def data_topology(owner: str, ranks: Topology, tensor_size: int) -> Topology:
         rank=ranks.rank // tensor_size,
         node_size=ranks.node_size // tensor_size,
     )
+
+
+@contextmanager
+def keeps_ties(module: nn.Module | None) -> Generator[None, None, None]:
+    """Refuse code that gives a parameter of several modules to each of them, cut.
+
+    torch's ``parallelize_module`` does so: a head would no longer be the embedding.
+    """
+    places: dict[nn.Parameter, list[str]] = defaultdict(list)
+    if module is not None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            places[parameter].append(name)
+    yield
+    now = {} if module is None else dict(module.named_parameters(remove_duplicate=False))
+    for names in places.values():
+        names = [name for name in names if name in now]
+        cut = any(tensor_axis(now[name]) for name in names)
+        for first, other in zip(names, names[1:], strict=False):
+            if cut and now[other] is not now[first]:
+                raise ValueError(
+                    f"`{first}` and `{other}` were one parameter, of which `parallelize_module` in "
+                    "`configure_model` has made two, which would be trained apart. Give both "
+                    "modules styles that cut it alike, such as `RowwiseParallel` for an embedding "
+                    "and `ColwiseParallel` for the head, and then tie them again: `head.weight = "
+                    "embedding.weight`. Or do not tie them in `__init__`."
+                )
 
 
 class _GatherOver:
