@@ -92,7 +92,7 @@ from lq_lightning.strategies.tensor_parallel import (
     TensorRanks,
     data_topology,
     gather_over_data_ranks,
-    keeps_ties,
+    keeps_parameters,
 )
 from lq_lightning.strategies.tensor_plans import parallelize_automatically
 
@@ -348,7 +348,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Context in which ``trainer.init_module`` and ``configure_model`` create tensors."""
         module = self._attached_module if self._tensor.size > 1 else None
         with (
-            keeps_ties(module),
+            keeps_parameters(module),
             super().tensor_init_context(empty_init)
             if (self.world_size > 1)
             else Strategy.tensor_init_context(self, empty_init),

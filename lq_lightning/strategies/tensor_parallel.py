@@ -56,23 +56,35 @@ def data_topology(owner: str, ranks: Topology, tensor_size: int) -> Topology:
     )
 
 
-@contextmanager
-def keeps_ties(module: nn.Module | None) -> Generator[None, None, None]:
-    """Refuse code that gives a parameter of several modules to each of them, cut.
+def _noted(
+    module: nn.Module | None,
+) -> tuple[dict[int, list[str]], dict[str, tuple[bool, dict[str, object]]]]:
+    """Names of parameters by their id, and by name whether they are trained and their attributes.
 
-    torch's ``parallelize_module`` does so: a head would no longer be the embedding.
+    Not the parameters, which are freed as they are cut.
     """
-    places: dict[nn.Parameter, list[str]] = defaultdict(list)
+    names_of, known = defaultdict(list), {}
     if module is not None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            places[parameter].append(name)
+            names_of[id(parameter)].append(name)
+            known[name] = parameter.requires_grad, dict(parameter.__dict__)
+    return names_of, known
+
+
+@contextmanager
+def keeps_parameters(module: nn.Module | None) -> Generator[None, None, None]:
+    """Let parameters that the code inside cuts stay frozen, and refuse it if it unties them.
+
+    torch's ``parallelize_module`` makes a new parameter for each module, which is trained.
+    """
+    names_of, known = _noted(module)
     yield
     now = {} if module is None else dict(module.named_parameters(remove_duplicate=False))
-    for names in places.values():
-        names = [name for name in names if name in now]
-        cut = any(tensor_axis(now[name]) for name in names)
-        for first, other in zip(names, names[1:], strict=False):
-            if cut and now[other] is not now[first]:
+    cut = {n: p for n, p in now.items() if n in known and tensor_axis(p) is not None}
+    for names in names_of.values():
+        present = [name for name in names if name in now]
+        for first, other in zip(present, present[1:], strict=False):
+            if now[other] is not now[first] and (first in cut or other in cut):
                 raise ValueError(
                     f"`{first}` and `{other}` were one parameter, of which `parallelize_module` in "
                     "`configure_model` has made two, which would be trained apart. Give both "
@@ -80,6 +92,18 @@ def keeps_ties(module: nn.Module | None) -> Generator[None, None, None]:
                     "and `ColwiseParallel` for the head, and then tie them again: `head.weight = "
                     "embedding.weight`. Or do not tie them in `__init__`."
                 )
+    thawed = []
+    for name, new in cut.items():
+        trained, attributes = known[name]
+        new.__dict__.update({k: v for k, v in attributes.items() if k not in new.__dict__})
+        if new.requires_grad and not trained:
+            new.requires_grad_(False)
+            thawed.append(name)
+    if thawed:
+        rank_zero_warn(
+            f"`{thawed[0]}`{_more(thawed)} stay frozen, as they were before `configure_model`. To "
+            "train what was frozen, unfreeze it in `configure_optimizers`."
+        )
 
 
 class _GatherOver:

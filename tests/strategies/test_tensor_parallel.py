@@ -170,8 +170,11 @@ class Uneven(ParallelModule):
 
 class Counts(ParallelModule):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(True)
         self.seen = SumMetric()
+
+        for norm in (self.net.norm, self.net.blocks[0].norm):
+            norm.requires_grad_(False)
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -237,6 +240,7 @@ def _special(rank: int, world: int, root: str) -> dict[str, Any]:
     with patch.dict(os.environ, PL_SEED_WORKERS="1"):
         module, *_ = _fit(root, QuantizedFSDPStrategy(**options), world, Counts(), max_steps=4)
     found["n"] = *module.totals, float(module.trainer.callback_metrics["n_epoch"])
+    found["frozen"] = sum(not p.requires_grad for p in module.parameters())
     found["numbers"] = module.worker_rank, module.number.item()
     strategy = QuantizedFSDPStrategy(node_size=2, local_steps=2, **options)
     module, losses, _ = _fit(root, strategy, world, ParallelModule(True))
@@ -253,6 +257,7 @@ def test_ranks_that_differ_are_refused_or_mended(tmp_path: Any) -> None:
     for rank, found in enumerate(ranks):
         assert found["unlike"] == []
         assert set(found["n"]) == {32.0}  # every sequence once
+        assert found["frozen"] == 4  # weights and biases of norms
         assert found["numbers"] == divmod(rank, 2)
         assert found["local"][0][-1] < 2.2
         assert found["local"][1] == []
