@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -140,12 +140,16 @@ class TensorRanks(StrategyPart):
 
     Attributes:
         size: Tensor-parallel ranks.
+        kept: Returns what else than optimizers' states is kept for a parameter.
     """
+
+    kept: Callable[[nn.Parameter], Iterable[Tensor]] | None = None
 
     def __init__(self, owner: str, options: FSDPOptions, collectives: QuantizedCollectives) -> None:
         self.size = options.tensor_parallel_size
         self._owner, self._options, self._collectives = owner, options, collectives
         self._module: nn.Module | None = None
+        self._device: torch.device | None = None
         self._group: dist.ProcessGroup | None = None
         self._every: dist.ProcessGroup | None = None
         self._optimizers: Sequence[Optimizer] = ()
@@ -167,6 +171,7 @@ class TensorRanks(StrategyPart):
         """
         if self.size > 1:
             self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
+            self._device = device
             align_random_numbers(self._group, device)
             self._batches = BatchCheck(self._group, device)
 
@@ -193,7 +198,7 @@ class TensorRanks(StrategyPart):
         """Give replicated parameters the values of the first tensor-parallel rank."""
         if self.size == 1:
             return
-        self._group = mesh.get_group(TENSOR)
+        self._group, self._device = mesh.get_group(TENSOR), torch.device(mesh.device_type)
         if not any(tensor_shard(p) is not None for p in module.parameters()):
             raise ValueError(
                 f"`{self._owner}(tensor_parallel_size={self.size})`: no parameter of "
@@ -207,8 +212,12 @@ class TensorRanks(StrategyPart):
     def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             local = local_tensor(tensor.detach())
-            if local.numel():  # bytes: gloo knows no float8
-                dist.broadcast(local.view(-1).view(torch.uint8), group=self._group, group_src=0)
+            if local.numel():
+                staged = local.to(self._device)
+                # bytes: gloo knows no float8
+                dist.broadcast(staged.view(-1).view(torch.uint8), group=self._group, group_src=0)
+                if staged is not local:
+                    local.copy_(staged)
 
     def set_up(self, optimizers: Sequence[Optimizer]) -> None:
         """Start a run of ``fit``."""
@@ -297,6 +306,8 @@ class TensorRanks(StrategyPart):
                 # counters of steps, on the CPU, are equal
                 if isinstance(value, Tensor) and value.device == parameter.device and value.ndim:
                     yield value
+        if self.kept is not None:
+            yield from self.kept(parameter)
 
 
 def _more(found: Sequence[object]) -> str:

@@ -242,8 +242,13 @@ def _special(rank: int, world: int, root: str) -> dict[str, Any]:
     found["n"] = *module.totals, float(module.trainer.callback_metrics["n_epoch"])
     found["frozen"] = sum(not p.requires_grad for p in module.parameters())
     found["numbers"] = module.worker_rank, module.number.item()
-    strategy = QuantizedFSDPStrategy(node_size=2, local_steps=2, **options)
-    module, losses, _ = _fit(root, strategy, world, ParallelModule(True))
+    strategy = QuantizedFSDPStrategy(
+        node_size=2, local_steps=2, check_replicas_every_n_steps=3, **options
+    )
+    # written before an outer step, and found after it
+    module, losses, _ = _fit(
+        root, strategy, world, ParallelModule(True), callbacks=[WritesOnOneRank()]
+    )
     found["local"] = (
         losses,
         _unlike(module),
