@@ -15,12 +15,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, keep_unreduced_gradients
-from lq_lightning._compat.tensor_parallel import tensor_axis, tensor_shard
+from lq_lightning._compat.fsdp2 import (
+    GroupParams,
+    fsdp_units,
+    keep_unreduced_gradients,
+    unit_mesh,
+)
 from lq_lightning._compat.tensors import (
     empty_like_sharded,
+    is_shard,
     layout,
     local_tensor,
     placed,
@@ -202,16 +208,20 @@ class QuantizedGradientBuffer:
             for name, p in module.named_parameters()
         )
         reasons = {kept.name: kept.reason for kept in self.plan}
+        units = [group for _, _, group in fsdp_units(module)]
+        own = {p.sharded_param: unit_mesh(group) for group in units for p in GroupParams(group)()}
+        axes = {p: _axes_beside(p, own.get(p)) for p in module.parameters()}
         # of ranks that hold the same values, the first one's number
         rank = dist.get_rank() if dist.is_initialized() else 0
-        axes = filter(None, map(tensor_axis, module.parameters()))
-        first = min([rank, *(min(dist.get_process_group_ranks(group)) for group, _, _ in axes)])
+        groups = {p.device_mesh.get_group(i) for p, found in axes.items() for i in found}  # type: ignore[attr-defined]
+        first = min([rank, *(min(dist.get_process_group_ranks(group)) for group in groups)])
         # FSDP2 may go on with backward before it has reduced a gradient that no hook reads
         hook: Any = lambda parameter: self.after_accumulation(parameter)  # noqa: E731
         hook.reads_gradient = self.reads_gradient
         for name, parameter in module.named_parameters():
             if not reasons[name]:
-                sharded = tensor_shard(parameter) is not None
+                placements = getattr(parameter, "placements", ())
+                sharded = any(is_shard(placements[i]) for i in axes[parameter])
                 self._sums[parameter] = self._new_sum(rank if sharded else first)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._undo.append(handle.remove)
@@ -221,7 +231,7 @@ class QuantizedGradientBuffer:
                 f"parameter of two or more dimensions and at least {min_quantized_numel} elements. "
                 "Lower `min_quantized_numel`, or do without the buffer."
             )
-        for _, _, group in fsdp_units(module):
+        for group in units:
             sums = [
                 self._new_sum(kept.rank) if (kept := self._sums.get(p.sharded_param)) else None
                 for p in GroupParams(group)()
@@ -349,6 +359,15 @@ class QuantizedGradientBuffer:
         if total is not local:
             local.copy_(total)
         kept.clear()
+
+
+def _axes_beside(parameter: nn.Parameter, fsdp: DeviceMesh | None) -> list[int]:
+    """Axes of a parameter's mesh, beside FSDP2's, along which ranks compute one gradient."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh, known = parameter.device_mesh, fsdp and fsdp.mesh_dim_names
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    return [axis for axis, name in enumerate(names) if name not in (known or ())]
 
 
 def _reason(parameter: nn.Parameter, min_quantized_numel: int) -> str:

@@ -108,6 +108,10 @@ class OuterOptimizer:
             for parameter, weight in zip(new, weights, strict=True):
                 self._kept[parameter] = _new(weight)
 
+    def kept(self, parameter: nn.Parameter) -> tuple[Tensor, ...]:
+        """Anchor and velocity of a parameter's shard, once it is trained."""
+        return self._kept.get(parameter, ())
+
     def forget(self) -> None:
         """Start from the present weights, which were loaded on all nodes."""
         self._kept.clear()

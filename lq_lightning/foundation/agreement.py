@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -116,18 +116,22 @@ def check_alike(root: nn.Module, group: dist.ProcessGroup | None = None) -> None
 
 
 def broadcast_module_states(
-    root: nn.Module, *, parameters: bool, group: dist.ProcessGroup | None = None
+    root: nn.Module,
+    *,
+    parameters: bool,
+    group: dist.ProcessGroup | None = None,
+    skip: Collection[str] = (),
 ) -> None:
     """Copy buffers, and with ``parameters`` also unsharded parameters, from rank 0 to all ranks.
 
     As in DDP, so that ranks that initialized the model differently train one model. Tensors on the
-    meta device and DTensors are left alone. ``group`` has the ranks that hold this module; ``None``
-    is the world.
+    meta device, DTensors and those named in ``skip`` are left alone. ``group`` has the ranks that
+    hold this module; ``None`` is the world.
     """
     device = "cuda" if dist.get_backend(group) == "nccl" else None
     named = [*sorted(root.named_buffers()), *sorted(root.named_parameters() if parameters else ())]
-    for _, tensor in named:  # by name, whatever the order of modules
-        if tensor.is_meta or isinstance(tensor, DTensor):
+    for name, tensor in named:  # by name, whatever the order of modules
+        if name in skip or tensor.is_meta or isinstance(tensor, DTensor):
             continue
         staged = tensor.detach().to(device) if device else tensor.detach()
         staged = staged.contiguous()
@@ -135,3 +139,21 @@ def broadcast_module_states(
         dist.broadcast(flat, group=group, group_src=0)
         if staged.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(staged)
+
+
+def buffers_of_numbers(root: nn.Module, number: int, group: dist.ProcessGroup | None) -> set[str]:
+    """Names of buffers that differ between ranks of other numbers, and not of the same number.
+
+    Code that has looked at this number made them, as it does for this rank's heads under tensor
+    parallelism. All ranks of the group call it.
+    """
+    digests = {
+        name: hashlib.blake2b(local.cpu().view(-1).view(torch.uint8).numpy().tobytes()).digest()
+        for name, buffer in root.named_buffers()
+        if not buffer.is_meta and not isinstance(buffer, DTensor)
+        for local in [buffer.detach().contiguous()]
+    }
+    every = gather_objects((number, digests), group)
+    kinds = {name: {(other, found.get(name)) for other, found in every} for name in digests}
+    numbers = len({other for other, _ in every})
+    return {n for n, k in kinds.items() if len(k) == numbers and len({d for _, d in k}) > 1}

@@ -78,6 +78,7 @@ from lq_lightning.strategies.parts import (
     sharded,
 )
 from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
+from lq_lightning.strategies.same_batches import draw_alike
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
     ShardedModule,
@@ -87,7 +88,12 @@ from lq_lightning.strategies.sharding import (
     find_units,
     shard,
 )
-from lq_lightning.strategies.tensor_parallel import TensorRanks, data_topology
+from lq_lightning.strategies.tensor_parallel import (
+    TensorRanks,
+    data_topology,
+    gather_over_data_ranks,
+    keeps_parameters,
+)
 from lq_lightning.strategies.tensor_plans import parallelize_automatically
 
 
@@ -204,6 +210,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def data_group(self) -> dist.ProcessGroup:
         """Ranks with other data and the same parameters."""
         return self.device_mesh.get_group(DATA)
+
+    def same_batch_groups(self) -> list[dist.ProcessGroup]:
+        """Groups of ranks with the same data, one for each axis of a mesh; empty if all differ."""
+        return [self.device_mesh.get_group(TENSOR)] if self._tensor.size > 1 else []
 
     def replica_topology(self) -> Topology:
         """Ranks and nodes that share the shards of a module."""
@@ -333,11 +343,17 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 self._device_mesh = shared_mesh(self.root_device.type, axes)
         set_device_mesh(self._require_module(), self._device_mesh)
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Context in which ``trainer.init_module`` and ``configure_model`` create tensors."""
-        if self.world_size == 1:
-            return Strategy.tensor_init_context(self, empty_init)
-        return super().tensor_init_context(empty_init)
+        module = self._attached_module if self._tensor.size > 1 else None
+        with (
+            keeps_parameters(module),
+            super().tensor_init_context(empty_init)
+            if (self.world_size > 1)
+            else Strategy.tensor_init_context(self, empty_init),
+        ):
+            yield
 
     # --- setup ----------------------------------------------------------------------------------
 
@@ -364,8 +380,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
-                if self._tensor.size > 1 and submodule.process_group is None:
-                    submodule.process_group = self.data_group()
+        self._gather_metrics()
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -376,6 +391,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 ranks = RankGroup(group=self.model_group())
                 state.check_alike(module, self.optimizers, ranks)
             move_optimizers_to_device(self.optimizers, self.root_device)
+
+    def _gather_metrics(self) -> None:
+        """Let metrics, also those that hooks have made, count each batch once."""
+        if self._tensor.size > 1:
+            gather_over_data_ranks(self._require_module(), self.data_group())
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
         use_own_sampling(trainer)
@@ -448,6 +468,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self.checkpoint_io.teardown()
         else:
             ParallelStrategy.teardown(self)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let ranks that need the same batches draw the same."""
+        dataloader = super().process_dataloader(dataloader)
+        if groups := self.same_batch_groups():
+            draw_alike(dataloader, groups, self.distributed_sampler_kwargs["rank"])
+        return dataloader
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -715,6 +742,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         """Note that there is something to continue from here on."""
         self._failures.training_began = True
+        self._gather_metrics()
 
     def on_train_end(self) -> None:
         """Check the last gradients; stop all ranks after a signal that no batch followed."""
@@ -729,14 +757,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     on_test_end = on_predict_end = on_validation_end
 
-    def _share_buffers(self) -> None:
+    def _begin_evaluation(self) -> None:
         """Let all ranks evaluate with the same buffers, such as running statistics."""
+        self._gather_metrics()
         if self._is_sharded and self.world_size > 1:
-            layout = self.model_layout()
-            group = layout.shard_ranks.group
-            broadcast_module_states(layout.module, parameters=False, group=group)
+            broadcast_module_states(
+                self._require_module(), parameters=False, group=self.data_group()
+            )
 
-    on_validation_start = on_test_start = on_predict_start = _share_buffers
+    on_validation_start = on_test_start = on_predict_start = _begin_evaluation
 
     def on_exception(self, exception: BaseException) -> None:
         """Say which rank failed and whether another is the cause, or explain a use of shards."""

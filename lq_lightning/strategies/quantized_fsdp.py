@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -153,7 +153,7 @@ class ReplicaGroups(StrategyPart):
             "buffers must not depend on the node, its ranks or its data.",
         )
         start_alike([local_tensor(p) for _, p in by_name], mesh.get_group(NODE), device)
-        broadcast_module_states(module, parameters=False)
+        broadcast_module_states(module, parameters=False, group=self.column)
 
     def set_up(self, trainer: Trainer, module: LightningModule) -> None:
         """Make the outer optimizer for a run of ``fit``."""
@@ -220,6 +220,10 @@ class ReplicaGroups(StrategyPart):
     def tensor_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
         """Kinds of tensors that the outer optimizer keeps."""
         return () if self._outer is None else ("velocity", "anchor")
+
+    def kept(self, parameter: nn.Parameter) -> Iterable[Tensor]:
+        """What the outer optimizer keeps for a parameter."""
+        return () if self._outer is None else self._outer.kept(parameter)
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """The state of the outer optimizer."""
@@ -338,6 +342,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         if local_steps is not None:
             self._groups = self._replica_groups(local_steps)
             self.parts.append(self._groups)
+            self._tensor.kept = self._groups.kept
 
     def _replica_groups(self, local_steps: int | LocalSteps) -> ReplicaGroups:
         owner, options = type(self).__name__, self._options

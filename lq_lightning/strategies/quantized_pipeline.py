@@ -53,7 +53,6 @@ from lq_lightning.strategies.pipelines.stages import (
     shared_tensors,
     stage_topology,
 )
-from lq_lightning.strategies.same_batches import draw_alike
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
     check_settings,
@@ -392,14 +391,11 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
 
     # --- data -------------------------------------------------------------------------------------
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let the ranks of a pipeline draw the same batches."""
-        dataloader = super().process_dataloader(dataloader)
-        if self._ranks is not None:
-            ranks = self._ranks
-            groups = [ranks.control_group, ranks.mesh.get_group(TENSOR)]
-            draw_alike(dataloader, groups, ranks.stage_group.rank())
-        return dataloader
+    def same_batch_groups(self) -> list[dist.ProcessGroup]:
+        """Groups over the stages and over the tensor-parallel ranks of a pipeline."""
+        if self._ranks is None:
+            return []
+        return [self._ranks.control_group, self._ranks.mesh.get_group(TENSOR)]
 
     def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:
         """Parameters whose optimizer states must not be rounded.

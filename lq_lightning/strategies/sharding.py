@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -30,7 +31,12 @@ from lq_lightning._compat.modules import prepare_fsdp_class
 from lq_lightning._compat.pending_inputs import wait_before_compiled
 from lq_lightning._compat.tensor_parallel import DATA, TENSOR, share_tensor_shards
 from lq_lightning.data_parallel import PackedAgreement
-from lq_lightning.foundation.agreement import broadcast_module_states, check_alike
+from lq_lightning.foundation.agreement import (
+    broadcast_module_states,
+    buffers_of_numbers,
+    check_alike,
+)
+from lq_lightning.foundation.groups import world_group
 from lq_lightning.foundation.layer_stack import has_parameters, is_block, is_silent_container
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
@@ -78,6 +84,8 @@ def shard(
 ) -> ShardedModule:
     """Shard a module in place, with the values of the mesh's first rank.
 
+    Only buffers that ``configure_model`` made for a tensor-parallel rank keep those of that one.
+
     The user may have sharded it or parts of it in ``configure_model``. The mesh has the axes
     ``data_parallel`` and ``tensor_parallel``; ``ranks`` are all of it (None: the world).
     """
@@ -88,7 +96,8 @@ def shard(
     precision.convert_module(module)
     if several:  # first compare: broadcasts of different shapes would hang or mix tensors
         check_alike(module, ranks)
-        broadcast_module_states(module, parameters=True, group=ranks)
+        own = _own_buffers(module, tensor, ranks)
+        broadcast_module_states(module, parameters=True, group=ranks, skip=own)
         share_tensor_shards(module, tensor, mesh.get_group())
     plan = find_units(module, units)
     _make_contiguous(module)
@@ -100,7 +109,7 @@ def shard(
         hook_hidden_outputs(unit)
     _materialize(module, device)
     if several:  # buffers of the meta device have values only now
-        broadcast_module_states(module, parameters=False, group=ranks)
+        broadcast_module_states(module, parameters=False, group=ranks, skip=own)
     if not offloads_to_cpu(module):
         module.to(device)
     check_fully_sharded(module)
@@ -110,8 +119,23 @@ def shard(
     if tensor.size() > 1:
         wait_before_compiled(module)
     forward = RootForward(module, precision.forward_context)
-    agreement = PackedAgreement(module, mesh.get_group(), device) if mesh.size() > 1 else None
+    agreement = PackedAgreement(module, ranks or world_group(), device) if several else None
     return ShardedModule(plan, forward, agreement)
+
+
+def _own_buffers(
+    module: nn.Module, tensor: DeviceMesh, ranks: dist.ProcessGroup | None
+) -> set[str]:
+    """Names of buffers of which tensor-parallel ranks have made different ones on purpose."""
+    if tensor.size() == 1:
+        return set()
+    own = buffers_of_numbers(module, tensor.get_local_rank(), ranks)
+    if own:
+        rank_zero_warn(
+            f"buffers differ between tensor-parallel ranks, and each rank keeps its own: "
+            f"{', '.join(sorted(own))}. If they are random, call `seed_everything` before."
+        )
+    return own
 
 
 def check_settings(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,8 +12,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lq_lightning._compat.tensor_parallel import TENSOR, replicated_parameters, tensor_shard
+from lq_lightning._compat.tensor_parallel import (
+    TENSOR,
+    replicated_parameters,
+    tensor_axis,
+    tensor_shard,
+)
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.foundation.topology import Topology
@@ -47,6 +56,82 @@ def data_topology(owner: str, ranks: Topology, tensor_size: int) -> Topology:
     )
 
 
+def _noted(
+    module: nn.Module | None,
+) -> tuple[dict[int, list[str]], dict[str, tuple[bool, dict[str, object]]]]:
+    """Names of parameters by their id, and by name whether they are trained and their attributes.
+
+    Not the parameters, which are freed as they are cut.
+    """
+    names_of, known = defaultdict(list), {}
+    if module is not None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names_of[id(parameter)].append(name)
+            known[name] = parameter.requires_grad, dict(parameter.__dict__)
+    return names_of, known
+
+
+@contextmanager
+def keeps_parameters(module: nn.Module | None) -> Generator[None, None, None]:
+    """Let parameters that the code inside cuts stay frozen, and refuse it if it unties them.
+
+    torch's ``parallelize_module`` makes a new parameter for each module, which is trained.
+    """
+    names_of, known = _noted(module)
+    yield
+    now = {} if module is None else dict(module.named_parameters(remove_duplicate=False))
+    cut = {n: p for n, p in now.items() if n in known and tensor_axis(p) is not None}
+    for names in names_of.values():
+        present = [name for name in names if name in now]
+        for first, other in zip(present, present[1:], strict=False):
+            if now[other] is not now[first] and (first in cut or other in cut):
+                raise ValueError(
+                    f"`{first}` and `{other}` were one parameter, of which `parallelize_module` in "
+                    "`configure_model` has made two, which would be trained apart. Give both "
+                    "modules styles that cut it alike, such as `RowwiseParallel` for an embedding "
+                    "and `ColwiseParallel` for the head, and then tie them again: `head.weight = "
+                    "embedding.weight`. Or do not tie them in `__init__`."
+                )
+    thawed = []
+    for name, new in cut.items():
+        trained, attributes = known[name]
+        new.__dict__.update({k: v for k, v in attributes.items() if k not in new.__dict__})
+        if new.requires_grad and not trained:
+            new.requires_grad_(False)
+            thawed.append(name)
+    if thawed:
+        rank_zero_warn(
+            f"`{thawed[0]}`{_more(thawed)} stay frozen, as they were before `configure_model`. To "
+            "train what was frozen, unfreeze it in `configure_optimizers`."
+        )
+
+
+class _GatherOver:
+    """Gathers states of a metric from a group, which can be neither copied nor pickled."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, result: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        gathered: list[Tensor] = gather_all_tensors(result, group or self._group)
+        return gathered
+
+    def __deepcopy__(self, memo: object) -> _GatherOver:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def gather_over_data_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let metrics that have no group of their own gather their states over ``group``."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            known = metric.dist_sync_fn
+            if known is None or isinstance(known, _GatherOver):
+                metric.dist_sync_fn = _GatherOver(group)
+
+
 class TensorRanks(StrategyPart):
     """Keeps tensor-parallel ranks alike in what all of them hold.
 
@@ -55,16 +140,22 @@ class TensorRanks(StrategyPart):
 
     Attributes:
         size: Tensor-parallel ranks.
+        kept: Returns what else than optimizers' states is kept for a parameter.
     """
+
+    kept: Callable[[nn.Parameter], Iterable[Tensor]] | None = None
 
     def __init__(self, owner: str, options: FSDPOptions, collectives: QuantizedCollectives) -> None:
         self.size = options.tensor_parallel_size
         self._owner, self._options, self._collectives = owner, options, collectives
         self._module: nn.Module | None = None
+        self._device: torch.device | None = None
         self._group: dist.ProcessGroup | None = None
         self._every: dist.ProcessGroup | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._steps = 0
+        self._unverified: dict[str, nn.Parameter] = {}
+        self._gradients: Counter[str] = Counter()  # that these have had
         self._batches: BatchCheck | None = None
 
     def begin_run(
@@ -80,6 +171,7 @@ class TensorRanks(StrategyPart):
         """
         if self.size > 1:
             self._module, self._group, self._every = module, mesh.get_group(TENSOR), every
+            self._device = device
             align_random_numbers(self._group, device)
             self._batches = BatchCheck(self._group, device)
 
@@ -106,7 +198,7 @@ class TensorRanks(StrategyPart):
         """Give replicated parameters the values of the first tensor-parallel rank."""
         if self.size == 1:
             return
-        self._group = mesh.get_group(TENSOR)
+        self._group, self._device = mesh.get_group(TENSOR), torch.device(mesh.device_type)
         if not any(tensor_shard(p) is not None for p in module.parameters()):
             raise ValueError(
                 f"`{self._owner}(tensor_parallel_size={self.size})`: no parameter of "
@@ -120,26 +212,36 @@ class TensorRanks(StrategyPart):
     def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             local = local_tensor(tensor.detach())
-            if local.numel():  # bytes: gloo knows no float8
-                dist.broadcast(local.view(-1).view(torch.uint8), group=self._group, group_src=0)
+            if local.numel():
+                staged = local.to(self._device)
+                # bytes: gloo knows no float8
+                dist.broadcast(staged.view(-1).view(torch.uint8), group=self._group, group_src=0)
+                if staged is not local:
+                    local.copy_(staged)
 
     def set_up(self, optimizers: Sequence[Optimizer]) -> None:
         """Start a run of ``fit``."""
         self._optimizers = optimizers
         self._steps = 0
+        if self._module is not None:
+            self._unverified = replicated_parameters(self._module)
+        self._gradients.clear()
 
     @torch.no_grad()
     def check_gradients(self) -> None:
-        """Refuse gradients that differ between ranks in the first step; all ranks call it.
+        """Refuse a parameter's first gradient if it differs between ranks; all of them call it.
 
         A norm that sees this rank's tokens only, as a plain module in a sequence-parallel region,
-        has a gradient of these alone: every rank would train its copy on other tokens.
+        has a gradient of these alone: every rank would train its copy on other tokens. A gradient
+        that is zero, or in a step that is not finite, says nothing: the 2nd, 4th, 8th ... one is
+        compared then.
         """
-        if self._module is None or self._steps:
-            return
         names, differences = [], []
-        for name, parameter in replicated_parameters(self._module).items():
-            if parameter.grad is not None:
+        for name, parameter in self._unverified.items():
+            if parameter.grad is None:
+                continue
+            self._gradients[name] = count = self._gradients[name] + 1
+            if count & (count - 1) == 0:
                 mean = local_tensor(parameter.grad).float()
                 own = mean / self.size
                 mean = own.clone()
@@ -148,9 +250,11 @@ class TensorRanks(StrategyPart):
                 differences.append((own * self.size - mean).norm() / mean.norm())
         if not names:
             return
-        # NaN: both are zero, or a step that is not finite, which others look after
-        found = torch.stack(differences).nan_to_num(0.0, posinf=1.0)
+        found = torch.stack(differences).nan_to_num(-1.0, posinf=1.0)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._every)
+        for name, difference in zip(names, found.tolist(), strict=True):
+            if difference >= 0:
+                del self._unverified[name]
         bad = [(n, d) for n, d in zip(names, found.tolist(), strict=True) if d > _MAX_DIFFERENCE]
         if bad:
             name, difference = max(bad, key=lambda pair: pair[1])
@@ -202,6 +306,8 @@ class TensorRanks(StrategyPart):
                 # counters of steps, on the CPU, are equal
                 if isinstance(value, Tensor) and value.device == parameter.device and value.ndim:
                     yield value
+        if self.kept is not None:
+            yield from self.kept(parameter)
 
 
 def _more(found: Sequence[object]) -> str:

@@ -78,8 +78,8 @@ def accumulate(model: Any, buffer: QuantizedGradientBuffer, way: str, rank: int)
 
 
 def add_up(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    data, tensor = mesh["data_parallel"], mesh["tensor_parallel"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # a user's own
+    data, tensor = mesh["dp"], mesh["tp"]
     exact = Net()
     for index, other in itertools.product(range(MICRO_BATCHES), range(2)):
         (exact(tokens(index, other)) / 2).backward()
