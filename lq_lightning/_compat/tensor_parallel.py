@@ -44,9 +44,17 @@ def replicated_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def hugging_face_plan(model: nn.Module) -> dict[str, str]:
-    """Styles of a transformers model's submodules, as it and its config bring them."""
-    plan: dict[str, str] | None = getattr(model, "_tp_plan", None)
-    return plan or {}
+    """Styles of a transformers model's submodules, as it and its config bring them.
+
+    Configs leave out activation functions with parameters, which see split columns (Apertus).
+    """
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    trained = {
+        name: "replicated_with_grad_allreduce"
+        for name, m in model.named_modules()
+        if type(m).__module__ == "transformers.activations" and list(m.parameters())
+    }
+    return trained | plan if plan else {}
 
 
 def why_not_shardable(tensor: DTensor, mesh: DeviceMesh | None) -> str | None:
