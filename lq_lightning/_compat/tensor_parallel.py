@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +57,27 @@ def hugging_face_plan(model: nn.Module) -> dict[str, str]:
         if type(m).__module__ == "transformers.activations" and list(m.parameters())
     }
     return trained | plan if plan else {}
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """Copy a module as it is now, with its hooks inside, and with parameters without values."""
+    copied = _skeleton(module)
+    copied._forward_hooks, copied._forward_pre_hooks = OrderedDict(), OrderedDict()
+    return copied
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    copied = module.__new__(type(module))
+    state = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
+    for bound in ("_compiled_call_impl", "forward"):  # to the module itself
+        state.pop(bound, None)
+    state["_parameters"] = {
+        name: p if p is None else torch.empty_like(p, device="meta")
+        for name, p in module._parameters.items()
+    }
+    state["_modules"] = {n: m and _skeleton(m) for n, m in module._modules.items()}
+    vars(copied).update(state)
+    return copied
 
 
 def why_not_shardable(tensor: DTensor, mesh: DeviceMesh | None) -> str | None:

@@ -174,9 +174,7 @@ def _with_parameters(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in named if next(m.parameters(), None) is not None}
 
 
-def _expand(
-    model: nn.Module, plan: Mapping[str, Any], who: str, *, strict: bool
-) -> dict[str, Any]:
+def _expand(model: nn.Module, plan: Mapping[str, Any], who: str, *, strict: bool) -> dict[str, Any]:
     """Styles of the modules that are here, by name; parameters and unknown styles are refused."""
     here = {n: m for n, m in model.named_modules() if not hasattr(m, "absent_name")}
     whole = len(here) == len(list(model.modules()))  # no placeholders of a pipeline

@@ -9,7 +9,6 @@ then, are DTensors that say so.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.func import functional_call
+
+from lq_lightning._compat.tensor_parallel import skeleton
 
 # Hugging Face's names of styles for linear layers: what is split, and what stays whole.
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -96,9 +97,7 @@ class Proof:
     """
 
     def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
-        self._whole, self._mesh = _skeleton(layer).eval(), mesh
-        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-            self._whole.__dict__[hooks] = OrderedDict()
+        self._whole, self._mesh = skeleton(layer).eval(), mesh
         self._done = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Proof:
@@ -151,21 +150,6 @@ class Proof:
                 "`parallelize_module` in `configure_model` and leave `tensor_parallel` out."
             )
         self._done = size > 0
-
-
-def _skeleton(module: nn.Module) -> nn.Module:
-    """The module as it is now, without values of its parameters."""
-    copied = module.__new__(type(module))
-    state = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
-    for bound in ("_compiled_call_impl", "forward"):
-        state.pop(bound, None)
-    state["_parameters"] = {
-        name: None if p is None else torch.empty_like(p, device="meta")
-        for name, p in module._parameters.items()
-    }
-    state["_modules"] = {n: m and _skeleton(m) for n, m in module._modules.items()}
-    copied.__dict__.update(state)
-    return copied
 
 
 def _whole_tensors(layer: nn.Module) -> dict[str, Tensor]:
