@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.func import functional_call
 
 from lq_lightning._compat.tensor_parallel import skeleton
+from lq_lightning._compat.torch import backward_id
 
 # Hugging Face's names of styles for linear layers: what is split, and what stays whole.
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -90,7 +91,7 @@ def whole(output: DTensor) -> Tensor:
 
 
 class Proof:
-    """Compares a layer's output with that of the whole layer, until it was once not its input.
+    """Compares a layer's output with that of the whole layer, until its update is not too small.
 
     Forwards that count on the whole's sizes (``self.num_heads``), and plans that forget a layer,
     often fit the parts all the same and compute something else.
@@ -98,7 +99,7 @@ class Proof:
 
     def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
         self._whole, self._mesh = skeleton(layer).eval(), mesh
-        self._done = False
+        self._done, self._calls = False, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Proof:
         """Serve copies of the model as well: its mesh cannot be copied."""
@@ -114,6 +115,9 @@ class Proof:
     ) -> None:
         """Run both, without dropout; ``share`` cuts tokens where the layer works on its own."""
         if self._done or torch.compiler.is_compiling():
+            return
+        self._calls += 1
+        if self._calls & (self._calls - 1):  # 1, 2, 4, 8, ...: layers may begin as the identity
             return
         args = tuple(map(_stateless, args))  # caches of keys would grow
         kwargs = {name: _stateless(value) for name, value in kwargs.items()}
@@ -138,7 +142,7 @@ class Proof:
         error, size, before = sums.sqrt().tolist()
         eps = torch.finfo(found.dtype).eps
         limit = 0.03 if eps > 1e-4 or torch.is_autocast_enabled(x.device.type) else 0.005
-        if any("forward" in vars(m) for m in layer.modules()):
+        if any("forward" in vars(m) for m in layer.modules() if m is not layer):
             limit = 0.15  # of another's, perhaps with products in FP8
         if error > limit * size + eps / 4 * before:
             raise NotImplementedError(
@@ -149,7 +153,7 @@ class Proof:
                 "or it mixes tokens outside of attention and MLP. Change these, or call "
                 "`parallelize_module` in `configure_model` and leave `tensor_parallel` out."
             )
-        self._done = size > 0
+        self._done = limit * size > eps / 4 * before
 
 
 def _whole_tensors(layer: nn.Module) -> dict[str, Tensor]:
@@ -177,6 +181,9 @@ class TokenShares:
         self._cut = layers.cut or layers.first is None or layers.last_norm is None
         self._all_asked = False
         self.split = self._cut
+        # By number of tokens in a layer: whether they were shares, in forwards before a backward
+        self._past: dict[int, set[bool]] = {}
+        self._backward_began = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenShares:
         """Serve copies of the model, too."""
@@ -208,6 +215,7 @@ class TokenShares:
 
     def _to_norm(self, norm: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """Tell ``SequenceParallel``, which then cuts whole tokens, what this rank has."""
+        self._recall(norm, args[0])
         x = DTensor.from_local(args[0], self._mesh, [self._placement], run_check=False)
         return (x, *args[1:])
 
@@ -219,17 +227,19 @@ class TokenShares:
 
     def _gather(self, region: nn.Module, args: Any, kwargs: Any) -> Any:
         """Give all tokens as a DTensor, so that layers that read it share a reduce-scatter."""
+        key, x = _hidden(args, kwargs)
+        self._recall(region, x)
         if not self.split:
             return None
-        key, x = _hidden(args, kwargs)
         x = DTensor.from_local(x, self._mesh, [Shard(1)], run_check=False)
         return _with_hidden(args, kwargs, key, x.redistribute(placements=[Replicate()]))
 
     def _gather_plain(self, region: nn.Module, args: Any, kwargs: Any) -> Any:
         """Give all tokens to code that computes with them itself, alike on all ranks."""
-        if not self.split:
+        gathered = self._gather(region, args, kwargs)
+        if gathered is None:
             return None
-        args, kwargs = self._gather(region, args, kwargs)
+        args, kwargs = gathered
         key, x = _hidden(args, kwargs)
         return _with_hidden(args, kwargs, key, x.to_local())  # type: ignore[attr-defined]
 
@@ -247,6 +257,26 @@ class TokenShares:
         if self._proof:
             self._proof(layer, args, kwargs, self._share if self.split else None)
         return _with_hidden(args, kwargs, key, self._share(x)) if self.split else None
+
+    def _recall(self, module: nn.Module, x: Tensor) -> None:
+        """Split in a checkpoint as in its forward, which may not have been the last one."""
+        if self._cut or torch.compiler.is_compiling():
+            return
+        tokens = x.shape[-2]
+        if backward_id() < 0:
+            if self._backward_began:
+                self._past, self._backward_began = {}, False
+            self._past.setdefault(tokens, set()).add(self.split)
+            return
+        self._backward_began = True
+        kinds = self._past.get(tokens, {self.split})
+        if len(kinds) > 1:
+            raise NotImplementedError(
+                f"one backward calls `{type(module).__name__}` again for {tokens} tokens that are "
+                f"all and for {tokens} that are a share: pad batches of a checkpointed model so "
+                f"that their tokens are a multiple of {self._mesh.size()}."
+            )
+        (self.split,) = kinds
 
     def _share(self, x: Tensor) -> Tensor:
         every = DTensor.from_local(x, self._mesh, [Replicate()], run_check=False)
