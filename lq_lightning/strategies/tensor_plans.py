@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -379,9 +380,10 @@ def _split(
 
 def _plain_output(model: nn.Module, args: Any, output: Any) -> Any:
     """Let no DTensor out of a model that torch's styles split."""
-    if not isinstance(output, DTensor):
-        return output
-    placement = output.placements[0]
-    if placement.is_shard(output.dim() - 1):
+    return apply_to_collection(output, DTensor, _plain)
+
+
+def _plain(output: DTensor) -> Tensor:
+    if output.placements[0].is_shard(output.dim() - 1):
         return ShardedLogits.wrap(output.to_local(), output.device_mesh.get_group())
     return whole(output)

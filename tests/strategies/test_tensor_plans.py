@@ -119,9 +119,11 @@ class TorchStyles(nn.Module):
             "inner.lm_head": ColwiseParallel(use_local_output=False),
         }
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits."""
-        return self.inner(tokens)
+    def forward(self, tokens: Tensor) -> Any:
+        """Return logits as models of Hugging Face do."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(logits=self.inner(tokens))
 
 
 def _checkpointed() -> nn.Module:
