@@ -148,9 +148,10 @@ class Proof:
             raise NotImplementedError(
                 f"`{type(layer).__name__}` computes something else when it is split by the plan: "
                 f"its update of the hidden states differs by {error / (size or error):.0%}. Either "
-                "the plan lacks a linear layer beside one that it names, or `forward` counts on sizes "
-                "of the whole (write `view(B, T, -1, head_size)`, not `view(B, T, num_heads, -1)`), "
-                "or it mixes tokens outside of attention and MLP. Change these, or call "
+                "the plan lacks a linear layer beside one that it names, or `forward` counts on "
+                "sizes of the whole (write `view(B, T, -1, head_size)`, not "
+                "`view(B, T, num_heads, -1)`), or it mixes tokens outside of attention and MLP. "
+                "Change these, or call "
                 "`parallelize_module` in `configure_model` and leave `tensor_parallel` out."
             )
         self._done = limit * size > eps / 4 * before
