@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -53,9 +54,38 @@ def replicated_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def hugging_face_plan(model: nn.Module) -> dict[str, str]:
-    """Styles of a transformers model's submodules, as it and its config bring them."""
-    plan: dict[str, str] | None = getattr(model, "_tp_plan", None)
-    return plan or {}
+    """Styles of a transformers model's submodules, as it and its config bring them.
+
+    Configs leave out activation functions with parameters, which see split columns (Apertus).
+    """
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    trained = {
+        name: "replicated_with_grad_allreduce"
+        for name, m in model.named_modules()
+        if type(m).__module__ == "transformers.activations" and list(m.parameters())
+    }
+    return trained | plan if plan else {}
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """Copy a module as it is now, with its hooks inside, and with parameters without values."""
+    copied = _skeleton(module)
+    copied._forward_hooks, copied._forward_pre_hooks = OrderedDict(), OrderedDict()
+    return copied
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    copied = module.__new__(type(module))
+    state = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
+    for bound in ("_compiled_call_impl", "forward"):  # to the module itself
+        state.pop(bound, None)
+    state["_parameters"] = {
+        name: p if p is None else torch.empty_like(p, device="meta")
+        for name, p in module._parameters.items()
+    }
+    state["_modules"] = {n: m and _skeleton(m) for n, m in module._modules.items()}
+    vars(copied).update(state)
+    return copied
 
 
 def why_not_shardable(tensor: DTensor, mesh: DeviceMesh | None) -> str | None:

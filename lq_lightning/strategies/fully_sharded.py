@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -79,6 +80,7 @@ from lq_lightning.strategies.parts import (
 )
 from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
 from lq_lightning.strategies.same_batches import draw_alike
+from lq_lightning.strategies.sharded_logits import ShardedLogits
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
     ShardedModule,
@@ -544,8 +546,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._evaluate(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``predict_step`` as a forward of the root unit."""
-        return self._evaluate(super().predict_step, *args, **kwargs)
+        """Run ``predict_step`` as a forward of the root unit; predictions have whole logits."""
+        result = self._evaluate(super().predict_step, *args, **kwargs)
+        return apply_to_collection(result, ShardedLogits, ShardedLogits.full_tensor)
 
     # --- backward -------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -38,6 +39,7 @@ from lq_lightning.strategies.token_shares import (
     LAYER_NUMBER,
     ROWS,
     ROWS_OF_WHOLE,
+    Proof,
     SplitLayers,
     TokenShares,
     find_layers,
@@ -145,8 +147,8 @@ def _models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _draft(name: str, model: nn.Module, ranks: int, owner: str) -> _Draft:
     who = f'`{owner}(tensor_parallel="auto")`: `{type(model).__name__}`'
     own = getattr(model, PROTOCOL, None)
-    plan = (own() if callable(own) else own) or hugging_face_plan(model)
-    styles = _expand(model, plan, who)
+    plan = own() if callable(own) else own
+    styles = _expand(model, plan or hugging_face_plan(model), who, strict=bool(plan))
     if any(isinstance(style, ParallelStyle) for style in styles.values()):
         if not all(isinstance(style, ParallelStyle) for style in styles.values()):
             raise ValueError(f"{who} mixes names of styles with torch's styles in its plan.")
@@ -173,14 +175,20 @@ def _with_parameters(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in named if next(m.parameters(), None) is not None}
 
 
-def _expand(model: nn.Module, plan: Mapping[str, Any], who: str) -> dict[str, Any]:
+def _expand(model: nn.Module, plan: Mapping[str, Any], who: str, *, strict: bool) -> dict[str, Any]:
     """Styles of the modules that are here, by name; parameters and unknown styles are refused."""
+    here = {n: m for n, m in model.named_modules() if not hasattr(m, "absent_name")}
+    whole = len(here) == len(list(model.modules()))  # no placeholders of a pipeline
     modules, styles = _with_parameters(model), dict[str, Any]()
     names = [*modules, *(name for name, _ in model.named_parameters())]
     for pattern, style in plan.items():
         matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
-        for name in filter(matches, names):
-            if isinstance(style, ParallelStyle):
+        torch_style = isinstance(style, ParallelStyle)
+        found = list(filter(matches, here if torch_style else names))
+        if not found and strict and whole:
+            raise ValueError(f"{who}: `{pattern}` of its plan names nothing in the model.")
+        for name in found:
+            if torch_style:
                 styles[name] = style
                 continue
             if name not in modules or style not in _STYLES:
@@ -196,7 +204,22 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], who: str) -> dict[str, An
                     "no plain `nn.Linear` (adapters and quantized layers are not split)."
                 )
             styles[name] = style
+    _check_between(model, styles, who)
     return {name: style for name, style in styles.items() if style != "replicate"}
+
+
+def _check_between(model: nn.Module, styles: Mapping[str, Any], who: str) -> None:
+    """Refuse parameters between columns and rows: each rank's gradient is of its columns alone."""
+    for name, style in styles.items():
+        parent = name.rpartition(".")[0]
+        for key, child in model.get_submodule(parent).named_children() if style == COLUMNS else ():
+            path = f"{parent}.{key}"
+            linear_or_norm = isinstance(child, nn.Linear) or "norm" in type(child).__name__.lower()
+            if path not in styles and not linear_or_norm and list(child.parameters(recurse=False)):
+                raise NotImplementedError(
+                    f"{who} has a plan without `{path}`, which has parameters beside split layers. "
+                    f'Name it: "{_PARTIAL_NORM}" if it sees split columns, "replicate" if not.'
+                )
 
 
 def _vocabulary(
@@ -291,6 +314,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, drafts: list[_Draft]) -> TensorP
     styles: dict[str, str] = {}
     for draft in drafts:
         tokens = draft.layers and TokenShares(mesh, draft.layers)
+        for layer in () if tokens else _first_layers(draft):
+            layer.register_forward_pre_hook(Proof(layer, mesh), with_kwargs=True)
         for name, style in draft.styles.items():
             _split(draft.model.get_submodule(name), style, mesh, tokens)
             styles[".".join(filter(None, (draft.name, name)))] = str(style)
@@ -311,6 +336,14 @@ def _apply(module: nn.Module, mesh: DeviceMesh, drafts: list[_Draft]) -> TensorP
         tuple(prefix + name for prefix, draft in prefixed for name in draft.vocabulary),
         tuple(note for draft in drafts for note in draft.notes),
     )
+
+
+def _first_layers(draft: _Draft) -> Iterator[nn.Module]:
+    """First layers of all lists, unless torch's styles may give them parts of their input."""
+    named = [n for n, style in draft.styles.items() if not isinstance(style, ParallelStyle)]
+    for start in {m.group() for m in map(LAYER_NUMBER.match, named) if m}:
+        if re.fullmatch(r"(?:.*\.)?0\.", start):
+            yield draft.model.get_submodule(start[:-1])
 
 
 def _split(
@@ -335,7 +368,7 @@ def _split(
         gathered = style in COLUMNS_GATHERED
         parallel = ColwiseParallel(output_layouts=Replicate() if gathered else Shard(-1))
     parallelize_module(module, mesh, parallel, src_data_rank=None)
-    for name, buffer in buffers.items():
+    for name, buffer in buffers.items() if style != _PARTIAL_NORM else ():
         setattr(module, name, buffer)  # `distribute_module` makes them DTensors
     if style in (ROWS, *ROWS_OF_WHOLE):
         rows = tokens.rows if tokens else whole
@@ -347,9 +380,10 @@ def _split(
 
 def _plain_output(model: nn.Module, args: Any, output: Any) -> Any:
     """Let no DTensor out of a model that torch's styles split."""
-    if not isinstance(output, DTensor):
-        return output
-    placement = output.placements[0]
-    if placement.is_shard(output.dim() - 1):
+    return apply_to_collection(output, DTensor, _plain)
+
+
+def _plain(output: DTensor) -> Tensor:
+    if output.placements[0].is_shard(output.dim() - 1):
         return ShardedLogits.wrap(output.to_local(), output.device_mesh.get_group())
     return whole(output)

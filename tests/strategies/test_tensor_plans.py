@@ -81,6 +81,11 @@ def _own_loss(model: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
 
 
+def _two_lengths(model: Any, tokens: Tensor) -> Tensor:
+    """The second forward cannot split its tokens; a checkpoint calls the first one's again."""
+    return _own_loss(model, tokens) + _own_loss(model, tokens[:, 1:])
+
+
 def _chunked(model: Any, tokens: Tensor) -> Tensor:
     from pretraining.lightning_module import chunked_cross_entropy
 
@@ -114,9 +119,11 @@ class TorchStyles(nn.Module):
             "inner.lm_head": ColwiseParallel(use_local_output=False),
         }
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits."""
-        return self.inner(tokens)
+    def forward(self, tokens: Tensor) -> Any:
+        """Return logits as models of Hugging Face do."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(logits=self.inner(tokens))
 
 
 def _checkpointed() -> nn.Module:
@@ -133,12 +140,13 @@ CASES = {
     "llama": _case("llama", _labels),
     "llama tied": _case("llama", _own_loss, tie_word_embeddings=True),
     "llama odd vocabulary": _case("llama", _labels, 0, vocab_size=VOCABULARY + 1),
-    "llama checkpointed": Case(_checkpointed, _labels),
+    "llama checkpointed": Case(_checkpointed, _two_lengths),
     "qwen3": _case("qwen3", _labels, head_dim=4),
     "gemma3": _case("gemma3_text", _labels, head_dim=4, final_logit_softcapping=5.0),
     "gpt_neox": _case("gpt_neox", _own_loss),
     "phi3": _case("phi3", _labels),
     "olmo": _case("olmo", _labels),
+    "apertus": _case("apertus", _labels),  # trained parameters of activation functions
     "example": Case(_decoder, _own_loss),
     "example chunked": Case(lambda: _decoder(tie_embeddings=False), _chunked),
     "torch styles": Case(TorchStyles, _own_loss, 0, False),
@@ -225,15 +233,25 @@ class Shifts(nn.Module):
         return before + self.down(self.up(x))
 
 
+class Slopes(Shifts):
+    """Has a trained activation function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.PReLU()
+
+
 class ShiftingModel(nn.Module):
     """A model whose plan does not say that tokens are mixed."""
 
     tensor_parallel_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
-    def __init__(self) -> None:
+    def __init__(self, block: nn.Module, *norms: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Shifts()])
+        self.blocks = nn.ModuleList([block])
         self.norm = nn.LayerNorm(8)
+        for i, norm in enumerate(norms):  # more than one: tokens are not split
+            self.add_module(f"other_{i}", norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the blocks."""
@@ -242,10 +260,77 @@ class ShiftingModel(nn.Module):
         return self.norm(x)
 
 
-def _mixed_tokens_are_found(mesh: DeviceMesh) -> None:
-    model = ShiftingModel()
-    assert parallelize_automatically(model, mesh, owner="S").tokens
-    with pytest.raises(NotImplementedError, match="`Shifts` mixes tokens outside"):
+class Heads(nn.Module):
+    """Counts on all heads: each rank makes as many of its columns, which are half as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend with four heads."""
+        q, k, v = self.up(x).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        output: Tensor = self.down(mixed.flatten(2))
+        return output
+
+
+class Residual(nn.Module):
+    """A layer of attention alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Heads()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add attention."""
+        result: Tensor = x + self.inner(x)
+        return result
+
+
+def _heads(*norms: nn.Module) -> nn.Module:
+    plan = {"blocks.*.inner.up": "colwise", "blocks.*.inner.down": "rowwise"}
+    return _with(plan, ShiftingModel(Residual(), *norms))
+
+
+def _forgetful() -> nn.Module:
+    model: Any = _decoder()
+    plan = model.tensor_parallel_plan()
+    return _with({name: plan[name] for name in plan if "k_proj" not in name}, model)
+
+
+WRONG: dict[str, Callable[[], nn.Module]] = {
+    "mixed tokens": lambda: ShiftingModel(Shifts()),
+    "sizes of the whole": _heads,
+    "no shares": lambda: _heads(nn.LayerNorm(8)),
+    "forgotten layer": _forgetful,
+}
+
+
+def _wrong_plans_are_found(mesh: DeviceMesh) -> None:
+    for name, make in WRONG.items():
+        model = make()
+        plan = parallelize_automatically(model, mesh, owner="S")
+        assert bool(plan.tokens) is (name != "no shares")
+        first: Any = next(iter(model.blocks))  # type: ignore[arg-type]
+        for parameter in first.parameters():
+            parameter.data.mul_(3)
+        x = torch.arange(6)[None] if hasattr(model, "embedding") else torch.randn(1, 6, 8)
+        with pytest.raises(NotImplementedError, match=f"`{type(first).__name__}` computes somet"):
+            model(x)
+
+
+def _later_is_not_too_late(mesh: DeviceMesh) -> None:
+    """A layer that starts as the identity says nothing about its plan until it has learned."""
+    model: Any = _heads()
+    parallelize_automatically(model, mesh, owner="S")
+    down = model.blocks[0].inner.down
+    values = down.weight.detach().clone()
+    for parameter in down.parameters():
+        parameter.data.zero_()
+    model(torch.randn(1, 6, 8))
+    down.weight.data.copy_(values)
+    with pytest.raises(NotImplementedError, match="`Residual` computes something else"):
         model(torch.randn(1, 6, 8))
 
 
@@ -325,7 +410,12 @@ def _logits_are_whole(mesh: DeviceMesh) -> None:
             write()
 
 
-CHECKS = (_logits_are_whole, _mixed_tokens_are_found, _answers_beside_training)
+CHECKS = (
+    _logits_are_whole,
+    _wrong_plans_are_found,
+    _later_is_not_too_late,
+    _answers_beside_training,
+)
 
 
 def _on_two_ranks(rank: int, world: int) -> None:
@@ -345,26 +435,35 @@ class AutoModule(ParallelModule):
         torch.manual_seed(0)
         self.net = _decoder()
 
+    def predict_step(self, tokens: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        """Return logits, as models of Hugging Face do."""
+        return {"logits": self.net(tokens)}
 
-def _fit(root: str, strategy: Any, devices: int) -> tuple[list[float], dict[str, Any]]:
+
+def _fit(root: str, strategy: Any, devices: int) -> tuple[list[float], dict[str, Any], Tensor]:
     module, losses = AutoModule(), Losses()
     options: dict[str, Any] = {"callbacks": [losses], "max_steps": 5, "gradient_clip_val": 1.0}
     options["use_distributed_sampler"] = False
     loader = DataLoader([batch(i, size=1)[0] for i in range(40)], batch_size=8)
-    trainer(strategy, root, devices=devices, **options).fit(module, loader)
+    fitted = trainer(strategy, root, devices=devices, **options)
+    fitted.fit(module, loader)
     shards = {name: local_tensor(p.detach()).shape for name, p in module.named_parameters()}
-    return losses.values, shards
+    predictions: Any = fitted.predict(module, loader)
+    logits = predictions[0]["logits"]
+    assert type(logits) is Tensor
+    return losses.values, shards, logits
 
 
-def _train(rank: int, world: int, root: str) -> tuple[list[float], dict[str, Any]]:
+def _train(rank: int, world: int, root: str) -> tuple[list[float], dict[str, Any], Tensor]:
     options = {"tensor_parallel_size": 2, "tensor_parallel": "auto"}
     return _fit(root, QuantizedFSDPStrategy(**options, **PLAIN), world)
 
 
 def test_trainer_splits_a_model_by_itself(tmp_path: Path) -> None:
-    expected, whole = _fit(str(tmp_path), "auto", 1)
-    for losses, shards in run_trainer(_train, 2, str(tmp_path)):
+    expected, whole, predicted = _fit(str(tmp_path), "auto", 1)
+    for losses, shards, logits in run_trainer(_train, 2, str(tmp_path)):
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logits, predicted, rtol=1e-4, atol=1e-4)
         halved = {name for name, shape in shards.items() if shape.numel() < whole[name].numel()}
         assert halved == {name for name in whole if "norm" not in name}
 
@@ -374,7 +473,7 @@ class Bare(nn.Module):
 
 
 def _with(plan: Any, model: nn.Module | None = None) -> nn.Module:
-    model = model or ShiftingModel()
+    model = model or ShiftingModel(Shifts())
     model.tensor_parallel_plan = plan
     return model
 
@@ -393,6 +492,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "not linear": (
         lambda: _with({"blocks.*": "colwise"}),
         "`blocks.0`, which is a `Shifts` here and no plain",
+    ),
+    "no such layer": (
+        lambda: _with({**ShiftingModel.tensor_parallel_plan, "blocks.*.out": "rowwise"}),
+        r"`blocks\.\*\.out` of its plan names nothing",
+    ),
+    "forgotten parameters": (
+        lambda: _with(ShiftingModel.tensor_parallel_plan, ShiftingModel(Slopes())),
+        '`blocks.0.act`, which has parameters beside .*"replicate" if not',
     ),
     "mixed plan": (
         lambda: _with({"blocks.*.up": ColwiseParallel(), "blocks.*.down": "rowwise"}),
