@@ -166,7 +166,7 @@ def gather_tensors(tensors: Sequence[Tensor], group: str, size: int) -> list[Ten
     out = message.new_empty(size * message.numel())
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     all_gather_flat(out, message, resolve(group))
-    parts = out.view(size, -1).split([part.numel() for part in mine], dim=1)
+    parts = torch.split(out.view(size, -1), [part.numel() for part in mine], dim=1)
     return [
         part.contiguous().view(-1).view(tensor.dtype).view(size, *tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)

@@ -397,12 +397,14 @@ def _fit_parallel(root: str, sequence: bool, **options: Any) -> tuple[Any, list[
     strategy = QuantizedFSDPStrategy(tensor_parallel_size=2, node_size=2, **SMALL)
     options |= {"devices": 4, "callbacks": [losses], "accumulate_grad_batches": 2}
     run = trainer(strategy, root, **options)
-    run.fit(tensor_models.ParallelModule(sequence), DataLoader(_Sequences(), batch_size=4))
+    run.fit(
+        tensor_models.ParallelModule(sequence, width=64), DataLoader(_Sequences(), batch_size=4)
+    )
     return run, losses.values
 
 
 def _with_tensor_parallelism(rank: int, world: int, root: str) -> list[list[float]]:
-    tensor_models.WIDTH, tensor_models.VOCABULARY = 64, 128
+    tensor_models.VOCABULARY = 128
     noisy = CodecSpec(code="int8", group_size=32, rounding="stochastic")
     found = []
     for sequence, precision in ((False, "bf16-true"), (True, "32-true")):
