@@ -77,7 +77,8 @@ def skeleton(module: nn.Module) -> nn.Module:
 def _skeleton(module: nn.Module) -> nn.Module:
     copied = module.__new__(type(module))
     state = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
-    for bound in ("_compiled_call_impl", "forward"):  # to the module itself
+    # bound to the module itself; `_lq_call` counts the calls of a pipeline's layers
+    for bound in ("_compiled_call_impl", "forward", "_lq_call"):
         state.pop(bound, None)
     state["_parameters"] = {
         name: p if p is None else torch.empty_like(p, device="meta")

@@ -112,7 +112,9 @@ def _let_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
 def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_lq_call"](partial(cls.__call__, self), args, kwargs)
+        own = partial(cls.__call__, self)
+        call = self.__dict__.get("_lq_call")  # none in a copy
+        return own(*args, **kwargs) if call is None else call(own, args, kwargs)
 
     return __call__
 
