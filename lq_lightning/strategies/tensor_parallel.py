@@ -29,9 +29,10 @@ from lq_lightning.strategies.options import FSDPOptions
 from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
 from lq_lightning.strategies.same_batches import BatchCheck, align_random_numbers
 
-# Difference of a gradient between two ranks, relative to their mean. Rounding to bf16 and sums in
-# another order stay far below; where ranks see the gradient of their own tokens it is about 1.
-_MAX_DIFFERENCE = 0.1
+# Difference of a rank's gradient from the mean over ranks, relative to the mean. Equal computations
+# differ by rounding to bf16 at most. Gradients of each rank's own tokens differ by about 1, and by
+# a few percent where many tokens say the same, as they may of a scale.
+_MAX_DIFFERENCE = 0.01
 
 
 def data_topology(owner: str, ranks: Topology, tensor_size: int) -> Topology:
@@ -242,20 +243,19 @@ class TensorRanks(StrategyPart):
                 continue
             self._gradients[name] = count = self._gradients[name] + 1
             if count & (count - 1) == 0:
-                mean = local_tensor(parameter.grad).float()
-                own = mean / self.size
-                mean = own.clone()
+                own = local_tensor(parameter.grad).float()
+                mean = own / self.size
                 dist.all_reduce(mean, group=self._group)
                 names.append(name)
-                differences.append((own * self.size - mean).norm() / mean.norm())
+                differences.append((own - mean).norm() / mean.norm())
         if not names:
             return
         found = torch.stack(differences).nan_to_num(-1.0, posinf=1.0)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._every)
-        for name, difference in zip(names, found.tolist(), strict=True):
-            if difference >= 0:
-                del self._unverified[name]
-        bad = [(n, d) for n, d in zip(names, found.tolist(), strict=True) if d > _MAX_DIFFERENCE]
+        compared = [(n, d) for n, d in zip(names, found.tolist(), strict=True) if d >= 0]
+        for name, _ in compared:
+            del self._unverified[name]
+        bad = [pair for pair in compared if pair[1] > _MAX_DIFFERENCE]
         if bad:
             name, difference = max(bad, key=lambda pair: pair[1])
             raise ValueError(

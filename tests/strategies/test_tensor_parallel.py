@@ -110,6 +110,14 @@ class Untied(ParallelModule):
         self.net.head.weight = self.net.embedding.weight
 
 
+class NearlyAlike(ParallelModule):
+    """As a scale of many tokens: those of each rank say nearly the same."""
+
+    def on_after_backward(self) -> None:
+        if self.global_rank % 2:
+            self.net.norm.weight.grad.mul_(1.03)  # type: ignore[union-attr]
+
+
 class Uneven(ParallelModule):
     def configure_model(self) -> None:
         mlp: Any = self.net.blocks[0].mlp
@@ -161,6 +169,7 @@ REFUSED: dict[str, tuple[type[ParallelModule], bool | None, dict[str, Any]]] = {
     r"gradient of `net.norm.(weight|bias)` and 1 more differs": (NormOfOwnTokens, True, {}),
     r"gradient of `net.norm.bias` and 1 more differs": (BeginsWithZeros, True, {}),
     r"ranks have gradients of different parameters of the unit `root`": (OnOneRank, False, {}),
+    r"gradient of `net.norm.weight` differs .* by 1% of its mean": (NearlyAlike, False, {}),
     r"`net.embedding.weight` and `net.head.weight` were one parameter": (Untied, True, {}),
     r"`net.blocks.0.mlp.up.weight` has 63 elements along dimension 0": (Uneven, False, {}),
     r"no parameter of .* is sharded over tensor-parallel ranks": (ParallelModule, None, {}),
