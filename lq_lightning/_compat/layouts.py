@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from lq_lightning._compat.pending_inputs import ready
+from lq_lightning._compat.tensors import local_tensor, waited
 from lq_lightning._compat.torch import all_gather_flat
 
 _STYLES = "torch.distributed.tensor.parallel.style"
@@ -120,33 +121,13 @@ def _of_style(style: Any, before: bool) -> Moves:
 
 def held_by(tensor: Tensor) -> Tensor:
     """Return the memory behind a DTensor, any other tensor itself; apart from autograd."""
-    held: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if isinstance(held, AsyncCollectiveTensor):
-        held = held.trigger_wait()  # type: ignore[no-untyped-call]
-    arrived: Tensor = held
-    return arrived
+    return waited(local_tensor(tensor))
 
 
 def local_of(x: DTensor, gradient: Placement | None) -> Tensor:
     """Return the local tensor, whose gradient is placed as ``gradient`` or as ``x`` is."""
     made = x.to_local() if gradient is None else x.to_local(grad_placements=(gradient,))
-    if torch.compiler.is_compiling() or not isinstance(made, AsyncCollectiveTensor):
-        return made
-    plain: Tensor = _Received.apply(made)  # type: ignore[no-untyped-call]
-    return plain
-
-
-class _Received(torch.autograd.Function):
-    """A plain tensor in place of one that a collective may still be filling."""
-
-    @staticmethod
-    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
-        plain: Tensor = x.trigger_wait()  # type: ignore[no-untyped-call]
-        return plain.view_as(plain)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
+    return made if torch.compiler.is_compiling() else ready(made)
 
 
 # One operator, so that compilers neither compute it again nor look into it: they cannot tell from

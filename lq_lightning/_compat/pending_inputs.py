@@ -18,15 +18,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+from lq_lightning._compat.tensors import local_tensor, waited
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: Tensor) -> Tensor:
-        value: Tensor = cast(Any, _local(pending)).trigger_wait()
+        value = waited(local_tensor(pending))
         if isinstance(pending, DTensor):  # a view of another one would be traced with that one
             mesh, layout, size = pending.device_mesh, pending.placements, pending.shape
             return DTensor.from_local(value, mesh, layout, shape=size, stride=pending.stride())
@@ -37,8 +35,9 @@ class _Wait(torch.autograd.Function):
         return gradient
 
 
-def _ready(tensor: Tensor) -> Tensor:
-    pending = isinstance(_local(tensor), AsyncCollectiveTensor)
+def ready(tensor: Tensor) -> Tensor:
+    """The tensor once its collective is done, without a trace of that one; itself if it was."""
+    pending = isinstance(local_tensor(tensor), AsyncCollectiveTensor)
     return cast(Tensor, _Wait.apply(tensor)) if pending else tensor  # type: ignore[no-untyped-call]
 
 
@@ -46,7 +45,7 @@ def _when_ready(compiled: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            args, kwargs = tree_map_only(Tensor, _ready, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, ready, (args, kwargs))
         return compiled(*args, **kwargs)
 
     return call

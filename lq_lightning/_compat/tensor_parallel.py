@@ -15,9 +15,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from lq_lightning._compat.saved_tensors import graph_nodes
+from lq_lightning._compat.tensors import is_shard, local_tensor
 
 _LOG_SOFTMAX = "LogSoftmaxBackward0"
 DATA, TENSOR = "data_parallel", "tensor_parallel"
@@ -36,7 +36,7 @@ def tensor_shard(tensor: Tensor) -> int | None:
     if axis is None:
         return None
     placement = tensor.placements[axis]  # type: ignore[attr-defined]
-    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+    return placement.dim if is_shard(placement) else None
 
 
 def tensor_axis(tensor: Tensor) -> tuple[dist.ProcessGroup, int, int] | None:
@@ -133,20 +133,8 @@ def tensor_parallel_group(fsdp_group: Any) -> dist.ProcessGroup | None:
 
 def local_memory(tensor: Tensor) -> Tensor:
     """The tensor that holds this rank's values, perhaps before a collective has written them."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def place_like(local: Tensor, like: Tensor) -> Tensor:
-    """Make this rank's part a DTensor as ``like``, of its shape; itself where that is none."""
-    if not isinstance(like, DTensor):
-        return local
-    shape = like.shape
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )
+    local = local_tensor(tensor)
+    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def full_like(like: Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:

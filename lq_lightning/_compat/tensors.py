@@ -156,7 +156,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
 def waited(tensor: Tensor) -> Tensor:
     """The result of a collective that still runs, which has no address before; else ``tensor``."""
     if isinstance(tensor, AsyncCollectiveTensor):
-        result: Tensor = tensor.wait()
+        result: Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
         return result
     return tensor
 

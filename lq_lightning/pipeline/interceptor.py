@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from lq_lightning._compat.modes import without_step_mode
-from lq_lightning._compat.tensor_parallel import full_like, place_like
-from lq_lightning._compat.tensors import local_tensor
+from lq_lightning._compat.tensor_parallel import full_like
+from lq_lightning._compat.tensors import layout, local_tensor, placed
 from lq_lightning.foundation.layer_stack import has_parameters, hidden_name
 
 from .message import BoundaryMeta
@@ -291,9 +291,10 @@ class LayerInterceptor:
                 "`quantized_fsdp`."
             )
         if index == self._first - 1:
-            hidden = place_like(received, hidden)
+            hidden = placed(received, hidden, layout(hidden))
         elif index == 0:  # not the tensor in front of it, which may be of the batch
-            hidden = place_like(self._nan(index, boundary.shape, hidden.device), hidden)
+            absent = self._nan(index, boundary.shape, hidden.device)
+            hidden = placed(absent, hidden, layout(hidden))
         extras = boundary.extras
         if extras is None:
             return hidden

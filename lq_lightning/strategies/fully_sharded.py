@@ -352,7 +352,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         with (
             keeps_parameters(module),
             super().tensor_init_context(empty_init)
-            if (self.world_size > 1)
+            if self.world_size > 1
             else Strategy.tensor_init_context(self, empty_init),
         ):
             yield
@@ -709,7 +709,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 for group in optimizer.param_groups:
                     yield from group["params"]
 
-        return GradientNorm(parameters, self.device_mesh, (TENSOR,), self.step_group)
+        return GradientNorm(parameters, self.device_mesh, self.step_group)
 
     def gradient_norm(self) -> Tensor:
         """The L2 norm of all gradients of the model, each element counted once.
@@ -735,7 +735,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         group: Any | None = None,
         reduce_op: dist.ReduceOp | str | None = "mean",
     ) -> Tensor:
-        """Reduce by default over ranks with other data, which tensor-parallel ranks have not."""
+        """Reduce over data-parallel ranks by default; tensor-parallel ranks have equal values."""
         if group is None and self._tensor.size > 1:
             group = self.data_group()
         return super().reduce(tensor, group, reduce_op)

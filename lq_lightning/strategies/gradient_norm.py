@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from lq_lightning._compat.tensor_parallel import TENSOR, tensor_shard
 from lq_lightning._compat.tensors import local_tensor
 
 
@@ -18,8 +18,7 @@ class GradientNorm:
 
     Args:
         parameters: Returns this rank's parameters, plain or DTensors.
-        mesh: Mesh of the run. A parameter whose own mesh lacks an axis is the same along that axis.
-        same: Axes of ``mesh`` along which plain tensors are the same; others hold other parameters.
+        mesh: Mesh of the run. What is not sharded along its tensor-parallel axis is the same there.
         group: Ranks that hold the model; None are all.
 
     Attributes:
@@ -30,24 +29,17 @@ class GradientNorm:
         self,
         parameters: Callable[[], Iterable[nn.Parameter]],
         mesh: DeviceMesh,
-        same: Collection[str],
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._parameters, self._group = parameters, group
         self.silent: Collection[int] = ()
         self._device = torch.device(mesh.device_type)
-        self._numbers = {axis: mesh.get_local_rank(axis) for axis in same}
+        self._is_first = mesh.get_local_rank(TENSOR) == 0
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts its elements: the first of those that hold the same ones."""
-        numbers = dict(self._numbers)
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            axes = mesh.mesh_dim_names or ("",)  # of the user: the data-parallel axis
-            for axis, placement in zip(axes, parameter.placements, strict=True):
-                if not placement.is_replicate():
-                    numbers.pop(axis, None)
-        return id(parameter) not in self.silent and not any(numbers.values())
+        holds_others = self._is_first or tensor_shard(parameter) is not None
+        return holds_others and id(parameter) not in self.silent
 
     def total(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
         """Return the norm, a float32 scalar, the same on all ranks, which call this together.

@@ -222,6 +222,8 @@ def _factors(device: torch.device) -> Tensor:
 def _checksum(tensor: Tensor) -> Tensor:
     """Return a number for the bits of a tensor, int64, without waiting for its device.
 
+    The kernel of ``checksums`` copies a table of addresses to the device, which batches change.
+
     Bits of elements, as integers, are added up in columns, and those with factors, modulo 2^64.
     """
     if tensor.is_complex():
