@@ -458,6 +458,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if self.replica_topology().world_size == 1:
             names = ("weights", "gradients", "replica")
             self._collectives.warn_without_effect(names, self.why_alone)
+        if self._tensor.size == 1:
+            why = "`tensor_parallel_size` is 1"
+            self._collectives.warn_without_effect(("tensor_parallel",), why)
         self._collectives.follow(self.optimizers)
 
     def teardown(self) -> None:

@@ -118,6 +118,7 @@ def test_one_rank_is_a_plain_run(tmp_path: Any) -> None:
 def test_one_rank_names_options_without_effect(tmp_path: Any) -> None:
     options = {"weights": "qWD", "replica": "node", "on_drift": "resync"}
     options["gradients"] = GradientQuantization(vocabulary_bits=8)
+    options["tensor_parallel"] = "auto"
     pipeline = {"schedule": "gpipe", "forward_codec": "int8", "backward_codec": "none"}
     strategy = QuantizedPipelineStrategy(None, **pipeline, **options)
     with pytest.warns(UserWarning, match="has no effect") as caught:
@@ -128,6 +129,8 @@ def test_one_rank_names_options_without_effect(tmp_path: Any) -> None:
     assert messages == [
         f"`QuantizedPipelineStrategy({given})` has no effect: there is one rank, which sends "
         "nothing.",
+        "`QuantizedPipelineStrategy(tensor_parallel='auto')` has no effect: `tensor_parallel_size` "
+        "is 1.",
         f"`QuantizedPipelineStrategy({boundaries})` has no effect: with one rank along the "
         "pipeline the model is not cut, and nothing crosses stages.",
     ]
