@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -121,7 +122,9 @@ def _of_style(style: Any, before: bool) -> Moves:
 
 def held_by(tensor: Tensor) -> Tensor:
     """Return the memory behind a DTensor, any other tensor itself; apart from autograd."""
-    return waited(local_tensor(tensor))
+    if isinstance(tensor, (DTensor, AsyncCollectiveTensor)):
+        return waited(local_tensor(tensor))
+    return tensor  # of every saved tensor without tensor parallelism: no calls
 
 
 def local_of(x: DTensor, gradient: Placement | None) -> Tensor:
