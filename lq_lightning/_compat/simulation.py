@@ -1,0 +1,329 @@
+"""A GPU of one rank without GPU or other ranks: fake tensors, streams and process group.
+
+Tensors are ``FakeTensor``s on the CPU, since a build of torch without CUDA cannot run backward on
+fake CUDA tensors. Where torch treats the two devices differently, the GPU's way is set inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, overload
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from typing_extensions import override
+
+aten: Any = torch.ops.aten
+_CPU = torch.device("cpu")
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+def new_fake_mode() -> AbstractContextManager[Any]:
+    """A mode that makes tensors without memory, and takes real ones as operands."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no memory."""
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
+    """Copy a module; parameters and buffers of the copy have no memory, ties stay."""
+    tensors = {id(t): t for m in module.modules() for t in (*m.parameters(), *m.buffers())}
+    memo: dict[int, Any] = {}
+    for key, tensor in tensors.items():
+        fake = mode.from_tensor(tensor.detach())
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        memo[key] = fake
+    return copy.deepcopy(module, memo)
+
+
+# --- other ranks --------------------------------------------------------------------------------
+
+
+class AlikeStore(dist.Store):
+    """A store in which all other ranks have done what this one did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    @override
+    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    @override
+    def get(self, key: str) -> bytes:
+        return self._values.get(key, b"")
+
+    @override
+    def add(self, key: str, amount: int) -> int:  # type: ignore[override]
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    @override
+    def wait(self, *unused: Any) -> None:
+        """All keys are there."""
+
+    @override
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    @override
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # type: ignore[override]
+        desired_value: Any = desired
+        if key not in self._values:
+            self.set(key, desired_value)
+        return self._values[key]
+
+    @override
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    @override
+    def num_keys(self) -> int:
+        return len(self._values)
+
+    @override
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing is waited for."""
+
+
+def _same_everywhere(found: list[Any], value: Any, *unused: Any, **options: Any) -> None:
+    found[:] = [value] * len(found)
+
+
+@contextlib.contextmanager
+def alike_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group whose other ranks hold what this one does; nothing is sent.
+
+    Raises:
+        RuntimeError: There is a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a plan simulates ranks of its own, but this process belongs to a process group "
+            "already: plan before training starts, or in another process."
+        )
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers "fake"
+
+    def keep(*unused: Any, **options: Any) -> None:
+        """The value of the source is the one of this rank."""
+
+    store = AlikeStore()  # torch keeps its C++ half alone
+    objects = {"all_gather_object": _same_everywhere, "broadcast_object_list": keep}
+    with ExitStack() as stack:
+        dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+        stack.callback(dist.destroy_process_group)
+        for name, function in objects.items():
+            stack.enter_context(mock.patch.object(dist, name, function))
+        yield
+
+
+def ranks_of(args: Sequence[Any]) -> list[int]:
+    """Global ranks of the process group among the arguments of a collective's operator."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError):
+                group = dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]
+                return dist.get_process_group_ranks(group)
+    names = [value for value in args if isinstance(value, str)]
+    if names:
+        group = dist.distributed_c10d._resolve_process_group(names[-1])  # type: ignore[arg-type]
+        return dist.get_process_group_ranks(group)
+    return dist.get_process_group_ranks(dist.group.WORLD)
+
+
+# --- the GPU's ways -----------------------------------------------------------------------------
+
+
+class _Chunks(Sequence[Tensor]):
+    """The pieces of a tensor, made when asked for: of a thousand ranks' one is used."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        size = tensor.size(dim)
+        self._tensor, self._dim, self._count = tensor, dim, count
+        self._step = -(-size // count)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        size = self._tensor.size(self._dim)
+        start = min(size, index * self._step)
+        piece = self._tensor.narrow(self._dim, start, min(self._step, size - start))
+        return piece if piece.numel() else self._tensor.new_empty(0)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class _CudaAutocast(TorchFunctionMode):
+    """Runs in fp32 what autocast runs in fp32 on a GPU, and on a CPU in bf16."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _IN_FP32 and torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return func(*map(_to_fp32, args), **{k: _to_fp32(v) for k, v in kwargs.items()})
+        return func(*args, **kwargs)
+
+
+def _to_fp32(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
+
+
+_OPTIMIZER = sys.modules["torch.optim.optimizer"]
+_FOREACH_TYPES = [
+    (place, "_foreach_supported_types") for place in (_OPTIMIZER, torch.utils._foreach_utils)
+]
+
+# torch's list for CUDA, as far as the layers of language models meet it
+_IN_FP32 = {
+    *(nn.functional.layer_norm, nn.functional.group_norm, nn.functional.softmax),
+    *(nn.functional.log_softmax, nn.functional.cross_entropy, nn.functional.nll_loss),
+    *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.softplus),
+    *(torch.softmax, torch.log_softmax, torch.layer_norm, torch.exp, torch.log, torch.pow),
+    *(torch.rsqrt, torch.cumsum, torch.prod, torch.sum, torch.norm, torch.cosine_similarity),
+    *(Tensor.softmax, Tensor.log_softmax, Tensor.exp, Tensor.log, Tensor.pow, Tensor.__pow__),
+    *(Tensor.rsqrt, Tensor.cumsum, Tensor.prod, Tensor.sum, Tensor.norm),
+}
+
+
+@contextlib.contextmanager
+def gpu_ways(
+    streams: dict[str, Any], allocate: Callable[[Tensor], None], free: Callable[[Tensor], None]
+) -> Iterator[None]:
+    """Let FSDP2, optimizers and autocast do with CPU tensors what they do with a GPU's.
+
+    Args:
+        streams: ``Stream``, ``Event``, ``stream`` and ``current_stream`` in place of torch's for
+            the CPU, which do nothing.
+        allocate: Called where FSDP2 gives a tensor that it had freed its memory again.
+        free: Called where FSDP2 frees a tensor's memory.
+    """
+
+    def foreach(*unused: Any) -> list[str]:
+        return ["cpu", "cuda"]
+
+    with ExitStack() as stack:
+        for name, value in streams.items():
+            stack.enter_context(mock.patch.object(torch.cpu, name, value))
+        replaced: list[tuple[Any, str, Any]] = [
+            (_OPTIMIZER, "_get_foreach_kernels_supported_devices", foreach),
+            (_fsdp_param, "_chunk_with_empty", _Chunks),
+            (_fsdp_param, "alloc_storage", allocate),
+            (_fsdp_param_group, "alloc_storage", allocate),
+            (_fsdp_param, "free_storage", free),
+            (nn.Module, "_apply", _convert),
+        ]
+        for place, name, value in replaced:
+            if hasattr(place, name):
+                stack.enter_context(mock.patch.object(place, name, value))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        for types in _FOREACH_TYPES:
+            stack.enter_context(mock.patch.object(*types, [*getattr(*types), FakeTensor]))
+        for name in ("torch._subclasses.fake_tensor", "lightning.pytorch", "lightning.fabric"):
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        stack.enter_context(_CudaAutocast())
+        yield
+
+
+def _convert(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Stands for ``nn.Module._apply``, which cannot exchange parameters without memory.
+
+    New ones take their places, ties kept; those that do not change stay what they are.
+    """
+    made: dict[int, Tensor] = {}
+    for part in module.modules() if recurse else [module]:
+        for entries in (part._parameters, part._buffers):
+            for name, tensor in entries.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _converted(tensor, convert)
+                entries[name] = made[id(tensor)]  # type: ignore[assignment]
+    return module
+
+
+def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        new = convert(tensor)
+    if (new.dtype, new.device, new.shape) == (tensor.dtype, tensor.device, tensor.shape):
+        return tensor
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {  # formula, and operands that it takes
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": (sdpa_flop, 3),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (sdpa_backward_flop, 4),
+}
+
+
+def flops_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Operations of a product or of attention, of which causal attention needs half; else 0."""
+    name = str(operator)
+    if name in _ATTENTION:
+        formula, operands = _ATTENTION[name]
+        count = int(formula(*[tensor.shape for tensor in args[:operands]]))
+    elif operator._overloadpacket in flop_registry:
+        count = int(flop_registry[operator._overloadpacket](*args, **kwargs, out_val=result))
+    else:
+        return 0
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "is_causal":
+            value = args[place] if place < len(args) else kwargs.get("is_causal", False)
+            return count // 2 if value else count
+    return count
+
+
+def is_view(operator: Any) -> bool:
+    """Whether an operator makes no tensor of its own."""
+    return bool(operator.is_view)
+
+
+def device_of(operator: Any) -> torch.device | None:
+    """The device, where an operator asks for nothing else than that of a tensor without memory."""
+    return _CPU if operator is torch.ops.prim.device.default else None
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Number of a tensor's storage while that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def torch_folder() -> str:
+    """Folder of torch's sources."""
+    return inspect.getfile(torch).rpartition("/")[0]
