@@ -40,6 +40,8 @@ from lq_lightning._compat.modes import OperatorMode, written_by
 from lq_lightning.activations import functions
 from lq_lightning.data_parallel import all_gather
 from lq_lightning.foundation import streams
+from lq_lightning.kernels.checksum import checksums
+from lq_lightning.kernels.optimizer_step import optimizer_step
 from lq_lightning.strategies import parts
 
 from .trace import (
@@ -252,6 +254,41 @@ class _Recorder(OperatorMode):
         """Note one collective for all parts: the fake group has none of this kind."""
         self._collect("all_gather", list(inputs), dist.get_process_group_ranks(group), _GATHER)
 
+    def launch(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Note a kernel that is launched without an operator of the dispatcher."""
+        self.trace.events.append(
+            Operator(
+                name=f"lq_lightning.{name}.default",
+                stream=self.stream.number,
+                phase=self.phase,
+                source=_source(sys._getframe(1)),
+                flops=0,
+                read_nbytes=sum(map(_nbytes, read)),
+                written_nbytes=sum(map(_nbytes, written)),
+                dtype=read[0].dtype,
+                shapes=tuple(tuple(t.shape) for t in read),
+                action=self.action,
+            )
+        )
+
+    def optimizer_step(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        prepared: Sequence[Any],
+        grads: Sequence[Tensor],
+        *unused: Any,
+    ) -> None:
+        """Stands for the kernel of the quantized optimizers."""
+        changed = [part for parts in tensors for part in parts]
+        if changed:
+            self.launch("optimizer_step", [*changed, *grads], changed)
+
+    def checksums(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Stands for the kernel that reads tensors for their checksums, which never change."""
+        if tensors:
+            self.launch("checksums", tensors, ())
+        return torch.zeros(len(tensors), dtype=torch.int64)
+
     # --- memory ---------------------------------------------------------------------------------
 
     def _allocated(self, tensor: Tensor, operator: str, source: str) -> bool:
@@ -354,6 +391,14 @@ _MADE_LIKE = {
 _GATHER = "lq_lightning/data_parallel/all_gather.py"
 
 
+def _everywhere(function: Any, replacement: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Where our modules have imported a function, with what stands for it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lq_lightning.") and not name.startswith("lq_lightning.planning"):
+            found = [n for n, value in vars(module).items() if value is function]
+            yield from ((module, each, replacement) for each in found)
+
+
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
@@ -368,7 +413,7 @@ _TORCH = compat.torch_folder()
 _OURS = __file__.rpartition("/planning/")[0]
 _ENGINE = f"{_TORCH}/autograd/graph.py"
 _FSDP2 = f"{_TORCH}/distributed/fsdp/"
-_PASSING_ON = ("/planning", "/_compat", "/kernels", "/strategies", "/plugins")
+_PASSING_ON = ("/planning", "/_compat", "/kernels", "/strategies", "/plugins", "/codecs")
 _CALLERS = (f"{_TORCH}/optim/", f"{_TORCH}/nn/utils/")
 
 
@@ -599,6 +644,8 @@ def _simulation(place: SimulatedRank, trace: Trace) -> Iterator[_Recorder]:
         (torch, "compile", compiled),
         (LightningModule, "cpu", lambda module: module),  # after training
     ]
+    ours += [*_everywhere(checksums, recorder.checksums)]
+    ours += [*_everywhere(optimizer_step, recorder.optimizer_step)]
     own_dtype = functions.output_dtype
 
     def output_dtype(layer: Any, dtype: torch.dtype, weight: Any, device: str) -> torch.dtype:
