@@ -128,12 +128,21 @@ def alike_ranks(rank: int, world_size: int) -> Iterator[None]:
     def keep(*unused: Any, **options: Any) -> None:
         """The value of the source is the one of this rank."""
 
+    own_new_group = dist.new_group
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        return own_new_group(*args, **{**options, "backend": "fake"})
+
     store = AlikeStore()  # torch keeps its C++ half alone
-    objects = {"all_gather_object": _same_everywhere, "broadcast_object_list": keep}
+    replaced = {
+        "all_gather_object": _same_everywhere,
+        "broadcast_object_list": keep,
+        "new_group": new_group,
+    }
     with ExitStack() as stack:
         dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
-        for name, function in objects.items():
+        for name, function in replaced.items():
             stack.enter_context(mock.patch.object(dist, name, function))
         yield
 

@@ -467,7 +467,7 @@ class Execution:
         self._split = {action for action in order if action.kind == "I"}
         for done, action in enumerate(order):
             self._inbox.advance(done)
-            self._compute(action)
+            self.compute(action)
         return [self._results[index] for index in sorted(self._results)]
 
     def _expected(self, peer: int) -> Iterator[tuple[Key, int, int]]:
@@ -486,7 +486,8 @@ class Execution:
             samples=self.samples[key.microbatch],
         )
 
-    def _compute(self, action: Action) -> None:
+    def compute(self, action: Action) -> None:
+        """Run one forward or backward pass of a micro-batch, with its messages."""
         stage, index = self.stages[action.stage], action.microbatch
         if action.kind == "F":
             hidden = None if stage.is_first else self._take(Key(stage.index - 1, False, index))

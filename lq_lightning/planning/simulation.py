@@ -42,7 +42,11 @@ from lq_lightning.data_parallel import all_gather
 from lq_lightning.foundation import streams
 from lq_lightning.kernels.checksum import checksums
 from lq_lightning.kernels.optimizer_step import optimizer_step
+from lq_lightning.pipeline.engine import PipelineEngine, batch_digest
+from lq_lightning.pipeline.execution import Execution
+from lq_lightning.pipeline.schedules import Action
 from lq_lightning.strategies import parts
+from lq_lightning.strategies.pipelines.logs import Logged, OutcomeBroadcast
 
 from .trace import (
     COMPUTING,
@@ -62,6 +66,7 @@ from .trace import (
 
 # Tensors of fewer bytes that are made from no other tensor may be the host's own: they stay real.
 _REAL_NBYTES = 4096
+_REAL_WHOLE_NBYTES = 2**24  # whole numbers: tokens, positions
 _COLLECTIVES: dict[str, CollectiveKind] = {
     "allgather": "all_gather",
     "_allgather_base": "all_gather",
@@ -134,9 +139,9 @@ class _Recorder(OperatorMode):
 
     active: _Recorder
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, told: Sequence[Any]) -> None:
         super().__init__()
-        self.trace = trace
+        self.trace, self._told = trace, list(told)
         self.phase: Phase = "setup"
         self.action: tuple[str, int, int] | None = None
         self.num_streams, self._num_events = 0, 0
@@ -210,7 +215,8 @@ class _Recorder(OperatorMode):
         else:
             return False
         dtype = kwargs.get("dtype") or torch.float32
-        return numel * dtype.itemsize >= _REAL_NBYTES
+        limit = _REAL_WHOLE_NBYTES if dtype in (torch.int64, torch.int32) else _REAL_NBYTES
+        return numel * dtype.itemsize >= limit
 
     def _read(self, name: str, tensor: Tensor) -> Any:
         self._host_waits()
@@ -253,6 +259,48 @@ class _Recorder(OperatorMode):
     ) -> None:
         """Note one collective for all parts: the fake group has none of this kind."""
         self._collect("all_gather", list(inputs), dist.get_process_group_ranks(group), _GATHER)
+
+    # --- pipelines ------------------------------------------------------------------------------
+
+    @property
+    def compute(self) -> Callable[[Execution, Action], None]:
+        """Stands for the method that computes one action, and notes which one it is."""
+        own = Execution.compute
+
+        def compute(execution: Execution, action: Action) -> None:
+            self.action = (action.kind, action.stage, action.microbatch)
+            self.phase = "forward" if action.kind == "F" else "backward"
+            try:
+                own(execution, action)
+            finally:
+                self.action = None
+
+        return compute
+
+    def share(self, value: Any) -> Any:
+        """What the rank of the first stage tells the others; other ranks' traces follow its own."""
+        if value is not None:
+            self.trace.told.append(value)
+            return value
+        told = self._told
+        if not told:
+            raise SimulationError(
+                "a rank behind the first pipeline stage is simulated after the trace of a rank of "
+                "the first stage, which tells it the shapes of hidden states: give `first`."
+            )
+        return told.pop(0)
+
+    @property
+    def share_outcome(self) -> Any:
+        """Stands for the broadcast of the last stage's loss, which other ranks take to be 1."""
+        own = OutcomeBroadcast.share
+
+        def share(outcome: Any, step: str, losses: list[Any], logged: Any) -> Any:
+            if outcome.is_source:
+                return own(outcome, step, losses, logged)
+            return torch.ones(()), Logged(calls=(), values=torch.zeros(0, dtype=torch.float64))
+
+        return share
 
     def launch(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Note a kernel that is launched without an operator of the dispatcher."""
@@ -586,20 +634,23 @@ replace them.
 """
 
 
-def simulate_fit(build: Build, place: SimulatedRank, *, steps: int = 3) -> Trace:
+def simulate_fit(
+    build: Build, place: SimulatedRank, *, steps: int = 3, first: Trace | None = None
+) -> Trace:
     """Run ``fit`` for a few optimizer steps as one rank, without GPU, and record it.
 
     Args:
         build: Makes what is trained.
         place: The rank.
         steps: Optimizer steps. The first gathers replicas and makes states, later ones are alike.
+        first: Trace of a rank of the first pipeline stage, for a rank of another one.
 
     Raises:
         SimulationError: The module's operators depend on values, or it trains no step.
         RuntimeError: This process belongs to a process group.
     """
     trace = Trace(place.rank, place.world_size, place.gpus_per_node)
-    with _simulation(place, trace) as recorder:
+    with _simulation(place, trace, () if first is None else first.told) as recorder:
         overrides = place.trainer_overrides(steps, _Marks(recorder))
         trainer, module, data = build(overrides)
         trace.microbatches = trainer.accumulate_grad_batches
@@ -614,8 +665,8 @@ def simulate_fit(build: Build, place: SimulatedRank, *, steps: int = 3) -> Trace
 
 
 @contextmanager
-def _simulation(place: SimulatedRank, trace: Trace) -> Iterator[_Recorder]:
-    recorder = _Recorder(trace)
+def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iterator[_Recorder]:
+    recorder = _Recorder(trace, told)
 
     def on_stream(stream: _Stream | None) -> AbstractContextManager[None]:
         return recorder.on(stream)
@@ -644,7 +695,13 @@ def _simulation(place: SimulatedRank, trace: Trace) -> Iterator[_Recorder]:
         (torch, "compile", compiled),
         (LightningModule, "cpu", lambda module: module),  # after training
     ]
+    ours += [
+        (Execution, "compute", recorder.compute),
+        (PipelineEngine, "share", recorder.share),
+        (OutcomeBroadcast, "share", recorder.share_outcome),
+    ]
     ours += [*_everywhere(checksums, recorder.checksums)]
+    ours += [*_everywhere(batch_digest, lambda batch: b"")]
     ours += [*_everywhere(optimizer_step, recorder.optimizer_step)]
     own_dtype = functions.output_dtype
 

@@ -159,6 +159,7 @@ class Trace:
         tokens: Elements of integer tensors of a micro-batch, or its samples where it has none.
         events: All events in the order of the host's calls.
         compiled: Whether blocks are compiled, so that their pointwise operators run together.
+        told: What a rank of the first pipeline stage has told the others: shapes of hidden states.
     """
 
     rank: int
@@ -169,6 +170,7 @@ class Trace:
     tokens: int = 0
     events: list[Event] = field(default_factory=list)
     compiled: bool = False
+    told: list[object] = field(default_factory=list)
 
     def last_step(self) -> list[Event]:
         """Events of the last optimizer step: from its first batch to the end."""
