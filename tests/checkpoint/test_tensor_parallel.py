@@ -133,7 +133,8 @@ def _fit(
     callbacks = [losses, Saves(save and f"{root}/{save}"), *options.pop("callbacks", ())]
     options = {"use_distributed_sampler": False, **options}
     run = trainer(use, root, devices=devices, callbacks=callbacks, **options)
-    data = DataLoader([batch(i, size=1)[0] for i in range(16)], batch_size=4)
+    samples = 16 if options["use_distributed_sampler"] else 8  # two steps of each rank
+    data = DataLoader([batch(i, size=1)[0] for i in range(samples)], batch_size=4)
     run.fit(module, data, ckpt_path=start and f"{root}/{start}")
     return run, losses.values
 
