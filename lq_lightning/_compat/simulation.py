@@ -21,8 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 from typing_extensions import override
 
@@ -43,6 +48,11 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_of_parts(types: Sequence[type]) -> bool:
+    """Whether operands are DTensors, which run operators on their local tensors."""
+    return any(issubclass(each, DTensor) for each in types)
+
+
 def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
     """Copy a module; parameters and buffers of the copy have no memory, ties stay."""
     tensors = {id(t): t for m in module.modules() for t in (*m.parameters(), *m.buffers())}
@@ -55,10 +65,22 @@ def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+@contextlib.contextmanager
+def restored_generators() -> Iterator[None]:
+    """Give the global generators their states back, also after an error."""
+    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+
+    states = _collect_rng_states()
+    try:
+        yield
+    finally:
+        _set_rng_states(states)
+
+
 # --- other ranks --------------------------------------------------------------------------------
 
 
-class AlikeStore(dist.Store):
+class AlikeStore(c10d.Store):
     """A store in which all other ranks have done what this one did."""
 
     def __init__(self) -> None:
@@ -66,7 +88,7 @@ class AlikeStore(dist.Store):
         self._values: dict[str, bytes] = {}
 
     @override
-    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+    def set(self, key: str, value: str | bytes) -> None:
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     @override
@@ -74,7 +96,7 @@ class AlikeStore(dist.Store):
         return self._values.get(key, b"")
 
     @override
-    def add(self, key: str, amount: int) -> int:  # type: ignore[override]
+    def add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total
@@ -88,7 +110,7 @@ class AlikeStore(dist.Store):
         return all(key in self._values for key in keys)
 
     @override
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # type: ignore[override]
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         desired_value: Any = desired
         if key not in self._values:
             self.set(key, desired_value)
@@ -152,11 +174,12 @@ def ranks_of(args: Sequence[Any]) -> list[int]:
     for value in args:
         if isinstance(value, torch.ScriptObject):
             with contextlib.suppress(RuntimeError, TypeError):
-                group = dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]
+                group = dist.ProcessGroup.unbox(value)
                 return dist.get_process_group_ranks(group)
     names = [value for value in args if isinstance(value, str)]
     if names:
-        group = dist.distributed_c10d._resolve_process_group(names[-1])  # type: ignore[arg-type]
+        resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
+        group = resolve(names[-1])
         return dist.get_process_group_ranks(group)
     return dist.get_process_group_ranks(dist.group.WORLD)
 
@@ -252,6 +275,7 @@ def gpu_ways(
             (_fsdp_param_group, "alloc_storage", allocate),
             (_fsdp_param, "free_storage", free),
             (nn.Module, "_apply", _convert),
+            (ShardingPropagator, _SHAPES, _unseen(getattr(ShardingPropagator, _SHAPES))),
         ]
         for place, name, value in replaced:
             if hasattr(place, name):
@@ -266,6 +290,19 @@ def gpu_ways(
             logger.setLevel(logging.ERROR)
         stack.enter_context(_CudaAutocast())
         yield
+
+
+_SHAPES = "_propagate_tensor_meta_non_cached"
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function below no mode: DTensor derives shapes from operators that no device runs."""
+
+    def run(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return run
 
 
 def _convert(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

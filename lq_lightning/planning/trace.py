@@ -34,6 +34,7 @@ class Storage:
             ``"optimizer state"``, ``"buffer"``, ``"batch"``; empty for all others.
         born: Index of its :class:`Allocate` in the events.
         died: Index of its :class:`Free`; None if it lives to the end.
+        used_on: Other streams that the allocator was told of (``Tensor.record_stream``).
     """
 
     nbytes: int
@@ -46,6 +47,7 @@ class Storage:
     owner: str = ""
     born: int = -1
     died: int | None = None
+    used_on: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Operator:
         dtype: Dtype of the first operand, or of the result where there is none.
         shapes: Shapes of all tensor operands.
         action: Pipeline action that runs, such as ``("F", 0, 3)``: kind, stage and micro-batch.
+        options: Its arguments that are strings, such as the format of a code.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Operator:
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
     action: tuple[str, int, int] | None = None
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,8 @@ class Collective:
 
     Attributes:
         kind: What is exchanged how.
-        nbytes: Bytes of this rank's input; of the output for ``"recv"``.
+        nbytes: Bytes of this rank's input; of the output for ``"recv"``. Of an all-to-all in
+            uneven parts, those of even parts that send others as much.
         ranks: Ranks that take part.
         nodes: Nodes that they are on.
         stream: Stream that waits for it.
@@ -136,7 +141,8 @@ class Free:
 class Mark:
     """A point of the run: ``"batch"``, ``"backward"``, ``"optimizer"``, ``"stepped"``, ``"end"``.
 
-    ``step`` counts optimizer steps that were done before.
+    ``"placed"`` ends the setup: until then modules were on the host. ``step`` counts optimizer
+    steps that were done before.
     """
 
     name: str

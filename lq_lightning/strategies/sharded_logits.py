@@ -218,7 +218,8 @@ class _Whole(torch.autograd.Function):
         ctx.group, ctx.dim = group, dim
         shape = list(local.shape)
         shape[dim] *= group.size()
-        return local.new_full((), float("nan")).expand(shape)
+        nan = torch.full((), float("nan"), dtype=local.dtype, device=local.device)
+        return nan.expand(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -1,0 +1,490 @@
+"""Writes down what a simulated rank does; see [Note: simulation] in ``simulation.py``."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lq_lightning._compat import simulation as compat
+from lq_lightning._compat.modes import OperatorMode, operation_name, written_by
+from lq_lightning._compat.tensors import local_tensor
+from lq_lightning.pipeline.execution import Execution
+from lq_lightning.pipeline.schedules import Action
+from lq_lightning.strategies.pipelines.logs import Logged, OutcomeBroadcast
+
+from .trace import (
+    HOST,
+    Allocate,
+    Collective,
+    CollectiveKind,
+    Free,
+    Operator,
+    Phase,
+    Record,
+    Storage,
+    Trace,
+    Wait,
+)
+
+# Tensors of fewer bytes that are made from no other tensor may be the host's own: they stay real.
+_REAL_NBYTES = 4096
+_REAL_WHOLE_NBYTES = 2**24  # whole numbers: tokens, positions
+_COLLECTIVES: dict[str, CollectiveKind] = {
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "recv",
+}
+_ONE_OPERAND = ("all_reduce", "broadcast", "send", "recv")  # kinds without an output of their own
+
+
+class SimulationError(RuntimeError):
+    """The module does something that cannot be done without values."""
+
+
+class SimulatedEvent:
+    """A point in a stream; stands for ``torch.cuda.Event``."""
+
+    def __init__(self, *unused: Any, **options: Any) -> None:
+        self.number: int | None = None
+
+    def record(self, stream: SimulatedStream | None = None) -> SimulatedEvent:
+        """Note that the stream, by default the current one, reached this point."""
+        recorder = Recorder.active
+        recorder.note_event(self, (stream or recorder.stream).number)
+        return self
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Let the stream, by default the current one, wait."""
+        (stream or Recorder.active.stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        if self.number is not None:
+            Recorder.active.trace.events.append(Wait(HOST, self.number))
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return True
+
+
+class SimulatedStream:
+    """A stream that records who waits for it; stands for ``torch.cuda.Stream``."""
+
+    def __init__(self, *unused: Any, **options: Any) -> None:
+        recorder = Recorder.active
+        self.number = recorder.num_streams
+        self.device = torch.device("cpu")
+        recorder.num_streams += 1
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        """Note this point of the stream."""
+        return (event or SimulatedEvent()).record(self)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Wait for a point of another stream."""
+        if event.number is not None:
+            Recorder.active.trace.events.append(Wait(self.number, event.number))
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """Wait for all work of another stream so far."""
+        if other is not self:
+            self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """Let the host wait for all work so far."""
+        self.record_event().synchronize()
+
+
+class Recorder(OperatorMode):
+    """Computes shapes, and writes down operators, memory and messages."""
+
+    active: Recorder
+
+    def __init__(self, trace: Trace, told: Sequence[Any]) -> None:
+        super().__init__()
+        self.trace, self._told = trace, list(told)
+        self.phase: Phase = "setup"
+        self.action: tuple[str, int, int] | None = None
+        self.num_streams, self._num_events = 0, 0
+        Recorder.active = self
+        self.stream = SimulatedStream()
+        self.fake_mode: Any = compat.new_fake_mode()
+        self._alive: dict[int, tuple[Storage | None, Any]] = {}
+        self._closed = False
+
+    # --- operators ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute shapes, and note the operator."""
+        if compat.is_of_parts(types):
+            return NotImplemented  # the operators on their parts follow
+        device = compat.device_of(func)
+        if device is not None:
+            return device
+        kwargs = kwargs or {}
+        tensors = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        fake = any(compat.is_fake(tensor) for tensor in tensors)
+        name = str(func)
+        if fake and name in _READS:
+            return self._read(name, args[0])
+        if not fake and not self._makes_large(func, args, kwargs):
+            return func(*args, **kwargs)
+        try:
+            with self.fake_mode:
+                result = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise SimulationError(
+                f"`{name}` cannot be simulated: {str(error).splitlines()[0]}. What a module does "
+                "has to depend on the shapes of its inputs, not on their values."
+            ) from error
+        if self._closed:
+            return result
+        results = [t for t in compat.tree_leaves(result) if isinstance(t, Tensor)]
+        source = _source(sys._getframe(1))
+        made = [t for t in results if self._allocated(t, name, source)]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._send(func, tensors, args, source)
+        elif not compat.is_view(func) and tensors + results:
+            changed = [*made, *written_by(func, args, kwargs)]
+            self.trace.events.append(
+                Operator(
+                    name=name,
+                    stream=self.stream.number,
+                    phase=self.phase,
+                    source=source,
+                    flops=compat.flops_of(func, args, kwargs, result),
+                    read_nbytes=sum({id(t): _nbytes(t) for t in tensors}.values()),
+                    written_nbytes=sum({id(t): _nbytes(t) for t in changed}.values()),
+                    dtype=(tensors or results)[0].dtype,
+                    shapes=tuple(tuple(t.shape) for t in tensors),
+                    action=self.action,
+                    options=tuple(argument for argument in args if isinstance(argument, str)),
+                )
+            )
+        return result
+
+    def _makes_large(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether an operator on real tensors, or on none, makes a tensor of the device."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            return False  # such as the meta device
+        name = str(func)
+        if name in _MADE_OF_SIZES:
+            numel = 1
+            for size in next((a for a in args if isinstance(a, (list, tuple))), ()):
+                numel *= int(size)
+        elif name in _MADE_LIKE:
+            numel = args[0].numel()
+        else:
+            return False
+        dtype = kwargs.get("dtype") or torch.float32
+        limit = _REAL_WHOLE_NBYTES if dtype in (torch.int64, torch.int32) else _REAL_NBYTES
+        return numel * dtype.itemsize >= limit
+
+    def _read(self, name: str, tensor: Tensor) -> Any:
+        self._host_waits()
+        if name == "aten.equal.default":
+            return True
+        if tensor.dtype is torch.bool:
+            return False
+        return 1.0 if tensor.dtype.is_floating_point else 0
+
+    def _host_waits(self) -> None:
+        self.stream.record_event().synchronize()
+
+    def note_event(self, event: SimulatedEvent, stream: int) -> None:
+        """Record an event in a stream."""
+        event.number = self._num_events
+        self._num_events += 1
+        self.trace.events.append(Record(stream, event.number))
+
+    def _send(self, func: Any, tensors: list[Tensor], args: Sequence[Any], source: str) -> None:
+        name = operation_name(func)
+        kind = next(
+            (k for begin, k in _COLLECTIVES.items() if name.removesuffix("_").startswith(begin)),
+            None,
+        )
+        if kind is None or not tensors:  # waits and barriers
+            return
+        sent = tensors if kind in _ONE_OPERAND else _inputs(args, tensors)
+        members = compat.ranks_of(args)
+        share = 1.0
+        if kind == "all_to_all" and name.startswith("alltoall_base") and args[4]:
+            own = args[4][members.index(self.trace.rank)] / max(1, sum(args[4]))
+            share = (1 - own) * len(members) / max(1, len(members) - 1)
+        self._collect(kind, sent, members, source, share)
+
+    def _collect(
+        self,
+        kind: CollectiveKind,
+        sent: Sequence[Tensor],
+        members: list[int],
+        source: str,
+        share: float = 1.0,
+    ) -> None:
+        nodes = len({rank // self.trace.gpus_per_node for rank in members})
+        nbytes = round(share * sum(map(_nbytes, sent)))
+        where = (self.stream.number, self.phase, source, self.action)
+        self.trace.events.append(Collective(kind, nbytes, len(members), nodes, *where))
+
+    def gather_parts(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> None:
+        """Note one collective for all parts: the fake group has none of this kind."""
+        self._collect("all_gather", list(inputs), dist.get_process_group_ranks(group), _GATHER)
+
+    def scaled_mm(
+        self, a_MK: Tensor, b_NK: Tensor, *scales: Any, fast_accumulation: bool
+    ) -> Tensor:
+        """Stands for cuBLASLt's FP8 product, which a CPU computes in fp32."""
+        (M, K), N = a_MK.shape, b_NK.shape[0]
+        product = a_MK.new_empty(M, N, dtype=scales[-1])
+        name, flops = "aten._scaled_mm.default", 2 * M * N * K
+        self.launch(name, [a_MK, b_NK], [product], flops=flops)
+        return product
+
+    # --- pipelines ------------------------------------------------------------------------------
+
+    @property
+    def compute(self) -> Callable[[Execution, Action], None]:
+        """Stands for the method that computes one action, and notes which one it is."""
+        own = Execution.compute
+
+        def compute(execution: Execution, action: Action) -> None:
+            self.action = (action.kind, action.stage, action.microbatch)
+            self.phase = "forward" if action.kind == "F" else "backward"
+            try:
+                own(execution, action)
+            finally:
+                self.action = None
+
+        return compute
+
+    def share(self, value: Any) -> Any:
+        """What the rank of the first stage tells the others; other ranks' traces follow its own."""
+        if value is not None:
+            self.trace.told.append(value)
+            return value
+        told = self._told
+        if not told:
+            raise SimulationError(
+                "a rank behind the first pipeline stage is simulated after the trace of a rank of "
+                "the first stage, which tells it the shapes of hidden states: give `first`."
+            )
+        return told.pop(0)
+
+    @property
+    def share_outcome(self) -> Any:
+        """Stands for the broadcast of the last stage's loss, which other ranks take to be 1."""
+        own = OutcomeBroadcast.share
+
+        def share(outcome: Any, step: str, losses: list[Any], logged: Any) -> Any:
+            if outcome.is_source:
+                return own(outcome, step, losses, logged)
+            return torch.ones(()), Logged(calls=(), values=torch.zeros(0, dtype=torch.float64))
+
+        return share
+
+    def launch(
+        self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], flops: int = 0
+    ) -> None:
+        """Note a kernel that is launched without an operator of the dispatcher."""
+        self.trace.events.append(
+            Operator(
+                name=name,
+                stream=self.stream.number,
+                phase=self.phase,
+                source=_source(sys._getframe(1)),
+                flops=flops,
+                read_nbytes=sum(map(_nbytes, read)),
+                written_nbytes=sum(map(_nbytes, written)),
+                dtype=read[0].dtype,
+                shapes=tuple(tuple(t.shape) for t in read),
+                action=self.action,
+            )
+        )
+
+    def optimizer_step(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        prepared: Sequence[Any],
+        grads: Sequence[Tensor],
+        *unused: Any,
+    ) -> None:
+        """Stands for the kernel of the quantized optimizers."""
+        changed = [part for parts in tensors for part in parts]
+        if changed:
+            self.launch("lq_lightning.optimizer_step.default", [*changed, *grads], changed)
+
+    def checksums(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Stands for the kernel that reads tensors for their checksums, which never change."""
+        if tensors:
+            self.launch("lq_lightning.checksums.default", tensors, ())
+        return torch.zeros(len(tensors), dtype=torch.int64)
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def _allocated(self, tensor: Tensor, operator: str, source: str) -> bool:
+        """Note a tensor's storage; return whether it is new."""
+        if not compat.is_fake(tensor) or tensor.device.type == "meta":
+            return False
+        key = compat.storage_id(tensor)
+        if key in self._alive:
+            return False
+        held = tensor.untyped_storage()
+        self._note(key, held.nbytes(), tensor, operator, source)
+        self._alive[key] = (self._alive[key][0], weakref.finalize(held, self._freed, key))
+        return True
+
+    def _note(self, key: int, nbytes: int, tensor: Tensor, operator: str, source: str) -> None:
+        storage = Storage(
+            nbytes,
+            self.stream.number,
+            self.phase,
+            operator,
+            source,
+            tuple(tensor.shape),
+            tensor.dtype,
+        )
+        storage.born = len(self.trace.events)
+        self.trace.events.append(Allocate(storage))
+        self._alive[key] = (storage, self._alive.get(key, (None, None))[1])
+
+    def _freed(self, key: int) -> None:
+        storage, _ = self._alive.pop(key, (None, None))
+        self._end(storage)
+
+    def _end(self, storage: Storage | None) -> None:
+        if storage is None or storage.died is not None or self._closed:
+            return
+        storage.died = len(self.trace.events)
+        self.trace.events.append(Free(storage))
+
+    def free(self, tensor: Tensor) -> None:
+        """FSDP2 frees the memory of a tensor that lives on."""
+        if compat.is_fake(tensor):
+            storage, _ = self._alive.get(compat.storage_id(tensor), (None, None))
+            self._end(storage)
+
+    def allocate(self, tensor: Tensor) -> None:
+        """FSDP2 gives such a tensor memory again."""
+        if not compat.is_fake(tensor):
+            return
+        key = compat.storage_id(tensor)
+        storage, _ = self._alive.get(key, (None, None))
+        if storage is None or storage.died is not None:
+            nbytes = tensor.untyped_storage().nbytes()
+            self._note(key, nbytes, tensor, "", _source(sys._getframe(1)))
+
+    def note_use(self, tensor: Tensor) -> None:
+        """The current stream uses a tensor of another one."""
+        if compat.is_fake(tensor):
+            storage, _ = self._alive.get(compat.storage_id(tensor), (None, None))
+            if storage is not None:
+                storage.used_on += (self.stream.number,)
+
+    def name_owners(self, trainer: Trainer, module: LightningModule) -> None:
+        """Note which memory parameters, their gradients, buffers and optimizers hold now."""
+        for parameter in module.parameters():
+            self._own(parameter, "parameter")
+            self._own(parameter.grad, "gradient")
+        for buffer in module.buffers():
+            self._own(buffer, "buffer")
+        for optimizer in trainer.optimizers:
+            for tensor in compat.tree_leaves(list(optimizer.state.values())):
+                self._own(tensor, "optimizer state")
+
+    def _own(self, tensor: Any, owner: str) -> None:
+        local: Any = local_tensor(tensor) if isinstance(tensor, Tensor) else None
+        if compat.is_fake(local):
+            storage, _ = self._alive.get(compat.storage_id(local), (None, None))
+            if storage is not None and not storage.owner:
+                storage.owner = owner
+
+    @contextmanager
+    def on(self, stream: SimulatedStream | None) -> Iterator[None]:
+        """Give work to a stream."""
+        before, self.stream = self.stream, stream or self.stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def close(self) -> None:
+        """Record nothing more: what is freed now lives as long as the run."""
+        self._closed = True
+
+
+_READS = {"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"}
+_MADE_OF_SIZES = {
+    *("aten.empty.memory_format", "aten.zeros.default", "aten.ones.default", "aten.full.default"),
+    *("aten.rand.default", "aten.randn.default", "aten.empty_strided.default"),
+    *("aten.randint.default", "aten.randint.low", "aten.randperm.default"),
+    *("aten.new_empty.default", "aten.new_zeros.default", "aten.new_full.default"),
+}
+_MADE_LIKE = {
+    *("aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default"),
+    *("aten.rand_like.default", "aten.randn_like.default", "aten.full_like.default"),
+}
+
+
+_GATHER = "lq_lightning/data_parallel/all_gather.py"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _inputs(args: Sequence[Any], tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors that a collective sends: those of its second argument, if it has two of tensors."""
+    groups = [[t for t in compat.tree_leaves(arg) if isinstance(t, Tensor)] for arg in args[:2]]
+    return groups[1] if len(groups) == 2 and groups[1] else tensors
+
+
+_TORCH = compat.torch_folder()
+_OURS = __file__.rpartition("/planning/")[0]
+_ENGINE = f"{_TORCH}/autograd/graph.py"
+_FSDP2 = f"{_TORCH}/distributed/fsdp/"
+_PASSING_ON = ("/planning", "/_compat", "/kernels", "/strategies", "/plugins", "/codecs")
+_CALLERS = (f"{_TORCH}/optim/", f"{_TORCH}/nn/utils/")
+
+
+def _source(frame: Any) -> str:
+    """File of ours, of FSDP2 or of an optimizer that called an operator; empty if none did."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS):
+            inside = file[len(_OURS) :]
+            if not inside.startswith(_PASSING_ON):
+                return f"lq_lightning{inside}"
+        elif file.startswith(_FSDP2) or file.startswith(_CALLERS):
+            return f"torch{file[len(_TORCH) :]}"
+        elif file == _ENGINE or not file.startswith(_TORCH) or "/nn/modules/" in file:
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def without_memory(module: LightningModule) -> LightningModule:
+    """Copy a module that was made outside of the simulation; for use inside."""
+    copy: Any = compat.fake_copy(module, Recorder.active.fake_mode)
+    return copy  # type: ignore[no-any-return]

@@ -1,0 +1,212 @@
+"""A simulated rank does what a real one does, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_only
+from lq_testing.lightning_models import run_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lq_lightning as lq
+from lq_lightning.foundation import streams
+from lq_lightning.pipeline.schedules import training_program
+from lq_lightning.planning.recorder import SimulationError
+from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
+from lq_lightning.planning.trace import Collective, Mark, Operator, Trace
+
+WIDTH, VOCABULARY, STEPS = 128, 256, 3
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class _Model(LightningModule):
+    reads: Any = staticmethod(lambda loss: None)
+
+    def configure_model(self) -> None:
+        if hasattr(self, "layers"):
+            return
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(_Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embedding(batch[:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        self.reads(loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class _Traffic(Callback):
+    def __init__(self) -> None:
+        self.sent: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *unused: Any) -> None:
+        communication = trainer.strategy.communication
+        self.sent.append(0.0 if communication is None else communication.traffic().sent)
+
+
+def _trainer(overrides: dict[str, Any], **options: Any) -> tuple[Trainer, LightningModule, Any]:
+    options = {"strategy": lq.QuantizedFSDPStrategy(), "plugins": [], "callbacks": []} | options
+    for name in ("plugins", "callbacks"):
+        overrides[name] = [*options.pop(name), *overrides[name]]
+    data = DataLoader(torch.ones(64, 33, dtype=torch.int64), batch_size=4)
+    return Trainer(**options, **overrides), _Model(), data
+
+
+def _simulated(rank: int = 0, ranks: int = 1, per_node: int = 1, **options: Any) -> Trace:
+    first = options.pop("first", None)
+    place = SimulatedRank(rank=rank, world_size=ranks, gpus_per_node=per_node)
+    return simulate_fit(
+        lambda overrides: _trainer(overrides, **options), place, steps=STEPS, first=first
+    )
+
+
+def _codes() -> dict[str, Any]:
+    return {
+        "strategy": lq.QuantizedFSDPStrategy(weights="qWD", gradients="TLq-HS", node_size=1),
+        "plugins": [lq.QuantizedPrecision("bf16-mixed")],
+        "callbacks": [lq.ActivationQuantization()],
+    }
+
+
+def _real(rank: int, world: int, *unused: Any) -> tuple[float, dict[str, int]]:
+    traffic = _Traffic()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "use_distributed_sampler": False}
+    overrides: dict[str, Any] = {"accelerator": "cpu", "devices": world, "max_steps": STEPS}
+    overrides |= {"plugins": [], "callbacks": [traffic], **quiet}
+    options = _codes()
+    trainer, module, data = _trainer(overrides, **options)
+    trainer.fit(module, data)
+    held = {
+        "parameter": [p.to_local() for p in module.parameters()],
+        "optimizer state": [
+            getattr(value, "_local_tensor", value)
+            for state in trainer.optimizers[0].state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ],
+    }
+    nbytes = {n: sum(t.nbytes for t in ts if t.nbytes >= 4096) for n, ts in held.items()}
+    return traffic.sent[-1] - traffic.sent[-2], nbytes
+
+
+def _sent(trace: Trace) -> float:
+    total = 0.0
+    for event in trace.last_step():
+        if isinstance(event, Collective) and "data_parallel" in event.source:
+            peers = event.ranks - 1
+            total += event.nbytes * (peers if event.kind == "all_gather" else peers / event.ranks)
+    return total
+
+
+def test_a_simulated_rank_sends_and_holds_what_a_real_one_does() -> None:
+    sent, held = run_trainer(_real, 2)[1]
+    trace = _simulated(1, 2, **_codes())
+    assert _sent(trace) == pytest.approx(sent, rel=1e-6)
+    for owner, nbytes in held.items():
+        alive = [s for s in trace.storages if s.owner == owner and s.died is None]
+        assert sum(s.nbytes for s in alive) == pytest.approx(nbytes, rel=1e-6), owner
+
+
+def test_a_thousand_ranks_are_one() -> None:
+    trace = _simulated(700, 1024, 8, **(_codes() | {"strategy": lq.QuantizedFSDPStrategy()}))
+    kinds = {(e.ranks, e.nodes) for e in trace.last_step() if isinstance(e, Collective)}
+    assert {(8, 1), (128, 128)} <= kinds  # within a node, between all of them
+    assert trace.steps == STEPS
+    assert trace.tokens == 4 * 33
+
+
+def test_each_pipeline_rank_runs_its_actions_in_their_order() -> None:
+    strategy: Any = lambda: lq.QuantizedPipelineStrategy(num_microbatches=4)  # noqa: E731
+    with pytest.raises(SimulationError, match="first"):
+        _simulated(1, 2, 2, strategy=strategy())
+    traces = [_simulated(0, 2, 2, strategy=strategy())]
+    traces.append(_simulated(1, 2, 2, strategy=strategy(), first=traces[0]))
+    program = training_program("1f1b", 2, 4, 1)
+    for rank, trace in enumerate(traces):
+        ran = [e.action for e in trace.last_step() if isinstance(e, Operator) and e.action]
+        expected = [(a.kind, a.stage, a.microbatch) for a in program.orders[rank]]
+        assert list(dict.fromkeys(ran)) == expected
+        assert any(isinstance(e, Collective) and e.kind == "send" for e in trace.last_step())
+
+
+def test_matrix_products_of_a_step_are_counted() -> None:
+    trace = _simulated(strategy="auto")
+    tokens, weights = 4 * 32, 4 * 2 * 2 * WIDTH * WIDTH + VOCABULARY * WIDTH
+    flops = sum(e.flops for e in trace.last_step() if isinstance(e, Operator))
+    assert flops == 6 * tokens * weights
+    names = [event.name for event in trace.events if isinstance(event, Mark)]
+    assert names[1:] == ["batch", "backward", "optimizer", "stepped"] * STEPS + ["end"]
+
+
+@pytest.mark.parametrize("value", ["item", "nonzero"])
+def test_values_are_made_up_only_where_no_shape_depends_on_them(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(
+        _Model, "reads", staticmethod(lambda loss: found.append(_read(loss, value)))
+    )
+    if value == "item":
+        _simulated(strategy="auto")
+        assert found == [1.0] * STEPS
+    else:
+        with pytest.raises(SimulationError, match="nonzero"):
+            _simulated(strategy="auto")
+
+
+def _read(loss: Tensor, value: str) -> Any:
+    return getattr(loss, value)()
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_zero_only.rank = 0
+    before = (torch.compile, streams.new_stream, nn.Module._apply, dict(os.environ))
+    random = torch.get_rng_state()
+    monkeypatch.setattr(_Model, "reads", staticmethod(lambda loss: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        _simulated(1, 2, **_codes())
+    after = (torch.compile, streams.new_stream, nn.Module._apply, dict(os.environ))
+    assert after == before
+    assert torch.equal(random, torch.get_rng_state())
+    assert not dist.is_initialized()
+    assert rank_zero_only.rank == 0  # which later runs warn by
+    assert torch.ones(2000).sum() == 2000  # tensors have memory again
+
+
+def test_a_process_in_a_group_plans_nothing() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="process group"):
+            _simulated(strategy="auto")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_run_that_ends_early_is_no_plan() -> None:
+    with pytest.raises(SimulationError, match="0 of 3 optimizer steps"):
+        _simulated(strategy="auto", limit_train_batches=0)
