@@ -1,0 +1,410 @@
+"""Device memory of a simulated rank: how much, for what, and when it is most.
+
+Every allocation of the trace is replayed by a model of PyTorch's allocator and belongs to one kind.
+What the allocator does not see is added from published figures, with their errors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+from lq_lightning.planning.allocator import MIB, CachingAllocator
+from lq_lightning.planning.trace import (
+    Allocate,
+    Collective,
+    Event,
+    Free,
+    Mark,
+    Operator,
+    Storage,
+    Trace,
+)
+
+if TYPE_CHECKING:
+    from lq_lightning.planning.machine import Machine
+
+Kind = Literal[
+    "weights",
+    "master weights",
+    "replica",
+    "optimizer states",
+    "gradient sums",
+    "gradients",
+    "saved activations",
+    "logits and loss",
+    "gather buffers",
+    "pipeline buffers",
+    "temporary",
+    "CUDA and NCCL",
+    "fragmentation",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_WORKSPACE_NBYTES = 32 * MIB
+"""Of cuBLAS, which each thread keeps per stream. PyTorch takes 32 MiB on Hopper and later, 8.1 MiB
+before. Autograd runs backward on a thread of its own."""
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "linear", "convolution")
+_RING_NBYTES = 350e6
+"""Of an NCCL communicator with rings and trees: 4 MiB and more per channel and neighbour. Reports
+range from 0.1 to 0.6 GB on machines with NVLink."""
+_PEER_NBYTES = {True: 450e6, False: 40e6}
+"""Of an all-to-all, per peer on the same node, with and without NVLink: 3.3 GB were reported for
+8 H100s, which open 32 channels of 10 MiB and more per peer (NVIDIA/nccl#1685)."""
+_NCCL_ERROR = 0.7
+_CONTEXT_ERROR = 0.2
+_ALLOCATED_ERROR = 0.015
+"""Of the peak of allocated bytes: temporary memory within kernels, workspaces, moments of frees."""
+_TIMELINE_POINTS = 240
+_AFTER = {"batch": "forward", "backward": "backward", "optimizer": "optimizer", "stepped": "other"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPeak:
+    """Device memory of one rank where it is most.
+
+    Attributes:
+        allocated_nbytes: As ``torch.cuda.max_memory_allocated`` would return over the whole run.
+        reserved_nbytes: As ``torch.cuda.max_memory_reserved`` would.
+        device_nbytes: With what the allocator does not see: as ``nvidia-smi`` would show.
+        low_nbytes: Lower end of the interval of :attr:`device_nbytes`.
+        high_nbytes: Its upper end.
+        kinds: Bytes by kind at the peak of allocated bytes. Their sum is :attr:`device_nbytes`;
+            without ``"CUDA and NCCL"`` and ``"fragmentation"`` it is :attr:`allocated_nbytes`.
+        when: The moment of the peak in words.
+        timeline: Allocated bytes by kind over the last step, each with the part of the step: the
+            largest ones of equally many events.
+    """
+
+    allocated_nbytes: int
+    reserved_nbytes: int
+    device_nbytes: int
+    low_nbytes: int
+    high_nbytes: int
+    kinds: Mapping[str, int]
+    when: str
+    timeline: tuple[tuple[str, Mapping[str, int]], ...]
+
+    @property
+    def allocated_interval(self) -> tuple[int, int]:
+        """Interval of :attr:`allocated_nbytes`."""
+        error = int(_ALLOCATED_ERROR * self.allocated_nbytes) + _WORKSPACE_NBYTES
+        return self.allocated_nbytes - error, self.allocated_nbytes + error
+
+
+def peak_memory(trace: Trace, machine: Machine, *, expandable_segments: bool = False) -> MemoryPeak:
+    """Return the peak of device memory of a simulated rank.
+
+    Args:
+        trace: What the rank does.
+        machine: Where it would run.
+        expandable_segments: Whether ``PYTORCH_CUDA_ALLOC_CONF`` sets this.
+    """
+    moments = _Moments(trace)
+    replay = _Replay(trace, Classification(trace), CachingAllocator(expandable_segments))
+    allocated, reserved = replay.allocator.max_allocated, replay.allocator.reserved
+    constant, error = _outside_allocator(trace, machine)
+    parts: dict[str, int] = {kind: replay.at_peak.get(kind, 0) for kind in KINDS}
+    parts |= {"CUDA and NCCL": constant, "fragmentation": reserved - allocated}
+    error += int(_ALLOCATED_ERROR * allocated) + _WORKSPACE_NBYTES
+    return MemoryPeak(
+        allocated_nbytes=allocated,
+        reserved_nbytes=reserved,
+        device_nbytes=reserved + constant,
+        low_nbytes=allocated + constant - error,
+        high_nbytes=reserved + (reserved - allocated) // 2 + constant + error,
+        kinds=parts,
+        when=moments.words(replay.peak_index, replay.peak_storage, replay.kinds),
+        timeline=tuple(
+            (moments.part(index), {kind: nbytes for kind, nbytes in kinds.items() if nbytes})
+            for index, kinds in replay.largest
+        ),
+    )
+
+
+def _outside_allocator(trace: Trace, machine: Machine) -> tuple[int, int]:
+    """Return bytes of CUDA's context and NCCL's communicators, and their error."""
+    rings: set[tuple[int, int]] = set()
+    exchanges: set[tuple[int, int]] = set()
+    for event in trace.events:
+        if isinstance(event, Collective) and event.ranks > 1:
+            point_to_point = event.kind in ("all_to_all", "send", "recv")
+            (exchanges if point_to_point else rings).add((event.ranks, event.nodes))
+    nccl = len(rings | exchanges) * _RING_NBYTES
+    nccl += sum(_PEER_NBYTES[machine.nvlink] * (ranks // nodes - 1) for ranks, nodes in exchanges)
+    context = machine.gpu.context_nbytes
+    return int(context + nccl), int(_CONTEXT_ERROR * context + _NCCL_ERROR * nccl)
+
+
+class _Replay:
+    """Runs a trace through an allocator and keeps bytes by kind at the peak and in the last step.
+
+    Attributes:
+        allocator: At its end.
+        kinds: Kinds of all storages.
+        at_peak: Bytes by kind at the peak.
+        peak_index: Event of the peak.
+        peak_storage: What was allocated then; None for a workspace of cuBLAS.
+        largest: Of equally long stretches of events of the last step, the index and bytes by kind
+            where most is allocated.
+    """
+
+    def __init__(self, trace: Trace, kinds: Classification, allocator: CachingAllocator) -> None:
+        self.allocator, self.kinds = allocator, kinds
+        self.at_peak: dict[str, int] = {}
+        self.peak_index = 0
+        self.peak_storage: Storage | None = None
+        self.largest: list[tuple[int, dict[str, int]]] = []
+        self._most = -1
+        self._now: Counter[str] = Counter()
+        self._workspaces: set[tuple[bool, int]] = set()
+        sizes: dict[Storage, int] = {}
+        start = len(trace.events) - len(trace.last_step())
+        length = max(1, (len(trace.events) - start) // _TIMELINE_POINTS)
+        most = -1
+        for index, event in enumerate(_on_device(trace.events)):
+            block = allocator.apply(event)
+            if block is not None and isinstance(event, Allocate):
+                sizes[event.storage] = block.nbytes
+                self._add(kinds.of(event.storage), block.nbytes, index, event.storage)
+            elif isinstance(event, Free):
+                self._now[kinds.of(event.storage)] -= sizes.pop(event.storage)
+            elif isinstance(event, Operator):
+                self._add_workspace(event, index)
+            if index < start:
+                continue
+            if (index - start) % length == 0:
+                self.largest.append((index, dict(self._now)))
+            elif allocator.allocated > most:
+                self.largest[-1] = (index, dict(self._now))
+            else:
+                continue
+            most = allocator.allocated
+
+    def _add(self, kind: str, nbytes: int, index: int, storage: Storage | None) -> None:
+        self._now[kind] += nbytes
+        if self.allocator.allocated > self._most:
+            self._most, self.at_peak = self.allocator.allocated, dict(self._now)
+            self.peak_index, self.peak_storage = index, storage
+
+    def _add_workspace(self, product: Operator, index: int) -> None:
+        """Allocate what cuBLAS keeps from the first product of a thread on a stream."""
+        if _short(product.name).rpartition(".")[2] in _PRODUCTS:
+            user = product.phase == "backward", product.stream
+            if user not in self._workspaces:
+                self._workspaces.add(user)
+                block = self.allocator.allocate(_WORKSPACE_NBYTES, product.stream)
+                self._add("temporary", block.nbytes, index, None)
+
+
+def _on_device(events: list[Event]) -> list[Event]:
+    """Let what modules hold begin where they are placed; all else of before was the host's."""
+    marks = (
+        i for i, event in enumerate(events) if isinstance(event, Mark) and event.name == "placed"
+    )
+    fit = next(marks, 0)
+    made = [event for event in events[:fit] if isinstance(event, Allocate)]
+    hosts = {event.storage for event in made if event.storage.owner not in ("parameter", "buffer")}
+    start = [event for event in made if event.storage not in hosts]
+    nothing = Mark("placed", 0)  # in place of what is dropped, so that numbers of events stay
+    rest = [
+        nothing if isinstance(event, Free) and event.storage in hosts else event
+        for event in events[fit:]
+    ]
+    return [*[nothing] * (fit - len(start)), *start, *rest]
+
+
+class _Moments:
+    """Which part of the run each event belongs to."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._batches: list[tuple[int, int, int]] = [(-1, -1, 0)]  # event, step, micro-batch
+        self._phases: list[tuple[int, str, tuple[str, int, int] | None]] = [(-1, "setup", None)]
+        for index, event in enumerate(trace.events):
+            phase = self._phases[-1][1:]
+            if isinstance(event, Mark):
+                phase = _AFTER.get(event.name, phase[0]), None
+                if event.name == "batch":
+                    _, step, batch = self._batches[-1]
+                    again = event.step == step
+                    self._batches.append((index, event.step, batch + 1 if again else 1))
+            elif isinstance(event, (Operator, Collective)):
+                phase = event.phase, event.action
+            if phase != self._phases[-1][1:]:
+                self._phases.append((index, *phase))
+
+    def _at(self, index: int) -> tuple[int, int, str, tuple[str, int, int] | None]:
+        """Return step (from 0; -1 before training), micro-batch (from 1), phase and action."""
+        batch = self._batches[bisect_right(self._batches, (index, 1 << 60)) - 1]
+        phase = self._phases[bisect_right([each[0] for each in self._phases], index) - 1]
+        return *batch[1:], *phase[1:]
+
+    def part(self, index: int) -> str:
+        """Return the part of a step in a few words, such as ``"backward 2"``."""
+        _, batch, phase, action = self._at(index)
+        if phase not in ("forward", "backward"):
+            return phase
+        return f"{phase} {batch if action is None else action[2] + 1}"
+
+    def words(self, index: int, storage: Storage | None, kinds: Classification) -> str:
+        """Return the moment at which a storage was allocated, in words."""
+        step, batch, phase, action = self._at(index)
+        doing = ""
+        if storage is not None:
+            phase = storage.phase
+            if kinds.of(storage) == "logits and loss":
+                doing = ", in the loss"
+            elif storage.operator:
+                doing = f", while `{_short(storage.operator)}` ran"
+        if step < 0:
+            return f"before the first step{doing}"
+        if phase not in ("forward", "backward"):
+            return f"{'optimizer' if phase == 'optimizer' else 'around'} step {step + 1}{doing}"
+        stage = ""
+        if action is not None:
+            batch, stage = action[2] + 1, f" on stage {action[1]}"
+        return f"{phase} of micro-batch {batch}{stage} in step {step + 1}{doing}"
+
+
+class Classification:
+    """Tells for what a storage is, by its owner, source, moment and life."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._known: dict[Storage, Kind] = {}
+        self._weights: set[tuple[int, ...]] = set()
+        self._vocabulary: set[int] = set()
+        self._reduced: set[Storage] = set()
+        self._forwards: list[tuple[int, int]] = []  # event and step of each batch
+        self._updates: list[int] = []
+        self._ends: dict[int, str] = {}
+        flops: Counter[torch.dtype] = Counter()
+        embeddings: set[int] = set()
+        last: dict[int, Storage] = {}
+        phase = "setup"
+        for index, event in enumerate(trace.events):
+            if isinstance(event, Operator):
+                phase = event.phase
+                flops[event.dtype] += event.flops
+                self._see_shapes(event, embeddings)
+            elif isinstance(event, Allocate):
+                phase = event.storage.phase
+                last[event.storage.nbytes] = event.storage
+            elif isinstance(event, Free):
+                self._ends[index] = phase
+            elif isinstance(event, Collective):
+                if event.kind == "reduce_scatter" and event.nbytes in last:
+                    self._reduced.add(last[event.nbytes])
+            elif isinstance(event, Mark):
+                if event.name == "batch":
+                    self._forwards.append((index, event.step))
+                elif event.name == "optimizer":
+                    self._updates.append(index)
+        self._vocabulary |= {max(embeddings, default=0)}
+        self._low = bool(flops.total()) and flops.most_common(1)[0][0] != torch.float32
+
+    def _see_shapes(self, event: Operator, embeddings: set[int]) -> None:
+        """Learn shapes of weights and the size of the vocabulary."""
+        matrices = [shape for shape in event.shapes if len(shape) == 2]
+        if "log_softmax" in event.name:
+            self._vocabulary |= {shape[-1] for shape in event.shapes[:1] if shape}
+        elif event.phase != "forward" or not matrices:
+            return
+        elif "embedding" in event.name:
+            embeddings.add(matrices[0][0])
+            self._weights.add(matrices[0])
+        elif event.flops and _short(event.name).rpartition(".")[2] in _PRODUCTS:
+            self._weights.add(matrices[-1][::-1])  # a layer multiplies by its weight's transpose
+
+    def of(self, storage: Storage) -> Kind:
+        """Return the kind of a storage."""
+        if storage not in self._known:
+            self._known[storage] = self._owned(storage) or self._unowned(storage)
+        return self._known[storage]
+
+    def _owned(self, storage: Storage) -> Kind | None:
+        if storage.owner == "parameter":
+            master = self._low and storage.dtype == torch.float32
+            return "master weights" if master else "weights"
+        if storage.owner == "optimizer state":
+            return "optimizer states"
+        if storage.owner == "buffer":
+            return "weights"
+        if storage.owner == "batch":
+            return "saved activations"
+        return None
+
+    def _unowned(self, storage: Storage) -> Kind:
+        kind = self._of_package(storage)
+        if kind is not None:
+            return kind
+        if storage.phase == "forward":
+            if storage.operator.startswith("aten._to_copy") and storage.shape in self._weights:
+                return "weights"  # cast by autocast
+            if self._is_logits(storage):
+                return "logits and loss"
+            died = storage.died
+            saved = died is not None and self._ends.get(died) == "backward"
+            return "saved activations" if saved else "temporary"
+        if storage.phase == "backward":
+            if storage.owner == "gradient" or self._is_gradient(storage):
+                return "gradient sums" if self._spans_batches(storage) else "gradients"
+            if self._is_logits(storage):
+                return "logits and loss"
+        return "temporary"
+
+    def _of_package(self, storage: Storage) -> Kind | None:
+        """Return the kind of a storage by the file that allocated it."""
+        source = storage.source
+        if "/fsdp/" in source and not source.endswith("/_fsdp_common.py"):
+            backward, spans = storage.phase == "backward", self._spans_batches(storage)
+            if storage in self._reduced or backward and (spans or self._updated(storage)):
+                return "gradient sums" if spans else "gradients"
+            return "gather buffers"
+        if "/gradient_buffer" in source:
+            return "gradient sums"
+        if "/data_parallel/" in source:
+            if source.endswith("/replica.py") and self._long(storage):
+                return "replica"
+            if source.endswith(("/reduce_scatter.py", "/all_reduce.py")):
+                return "gradient sums" if self._spans_batches(storage) else "gradients"
+            return "gather buffers"
+        if "/pipeline" in source:
+            return "pipeline buffers"
+        return None
+
+    def _is_logits(self, storage: Storage) -> bool:
+        return len(storage.shape) > 1 and storage.shape[-1] in self._vocabulary
+
+    def _is_gradient(self, storage: Storage) -> bool:
+        return storage.shape in self._weights or self._updated(storage)
+
+    def _updated(self, storage: Storage) -> bool:
+        """Tell whether a storage of backward is there when the optimizer steps."""
+        place = bisect_right(self._updates, storage.born)
+        return place < len(self._updates) and self._lives_at(storage, self._updates[place])
+
+    def _spans_batches(self, storage: Storage) -> bool:
+        """Tell whether it lives on in a later micro-batch of the same step."""
+        place = bisect_right(self._forwards, (storage.born, 1 << 60))
+        if not 0 < place < len(self._forwards):
+            return False
+        index, step = self._forwards[place]
+        return step == self._forwards[place - 1][1] and self._lives_at(storage, index)
+
+    def _long(self, storage: Storage) -> bool:
+        """Tell whether it outlives a step, or is made before the first one and stays."""
+        later = [index for index in self._updates if index > storage.born]
+        return storage.died is None or len(later) > 1 and storage.died > later[1]
+
+    @staticmethod
+    def _lives_at(storage: Storage, index: int) -> bool:
+        return storage.died is None or storage.died > index
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".default")
