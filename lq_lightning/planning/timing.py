@@ -1,0 +1,423 @@
+"""Milliseconds of a step: the last step's events, replayed on streams and links.
+
+The host issues events in their order. Each takes it some time, each stream works off its own, and
+waits order streams and host. What the computing stream does in the time between two optimizer steps
+is the step: so parts add up to the total.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lq_lightning.pipeline.schedules import Action, Program
+
+from .costs import (
+    BETWEEN,
+    BUBBLE,
+    CODECS,
+    COMPUTE,
+    ERRORS,
+    HOST_LATE,
+    OPTIMIZER,
+    PARTS,
+    SHARED,
+    WITHIN,
+    Slower,
+    collective_costs,
+    is_codec,
+    is_view,
+    operator_costs,
+    sent_nbytes,
+)
+from .fusion import fused
+from .pipeline_time import PipelineClock, Span
+from .trace import (
+    COMPUTING,
+    HOST,
+    Allocate,
+    Collective,
+    Event,
+    Free,
+    Mark,
+    Operator,
+    Record,
+    Trace,
+    Wait,
+)
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+SURE = 1.645  # standard deviations around an interval that contains 90%
+
+# Host time in that of issuing an operator. Python around operators is counted where a trace shows
+# it: hooks of FSDP2 and ours by the events that they record and wait for. Fitted to steps that the
+# host bounds: of 125M parameters in `lightning_step_125m_nvlink.json`, of tensor parallelism alone
+# in `step_time_tensor_parallel_25gbit.json` ("no-communication"), and compiled in
+# `recipes_tensor_parallel_fsdp2_a.json`.
+OPERATOR_CALLS, EVENT_CALLS, COLLECTIVE_CALLS, BATCH_CALLS = 2.0, 16.0, 15.0, 300.0
+# DTensor's Python, by the collectives on the computing stream, and where it is compiled.
+TENSOR_CALLS, COMPILED_TENSOR_CALLS = 93.0, 32.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Time of one optimizer step.
+
+    Attributes:
+        seconds: Expected time.
+        low_s: Lower end of the 90% interval.
+        high_s: Upper end.
+        parts: What the computing stream does meanwhile; adds up to ``seconds``. In a pipeline, of
+            the rank that waits least.
+        sent_within_nbytes: Bytes that the GPUs of a node send each other.
+        sent_between_nbytes: Bytes that a node sends to others.
+        timeline: Row, label, start and end in seconds of everything for a picture.
+    """
+
+    seconds: float
+    low_s: float
+    high_s: float
+    parts: Mapping[str, float]
+    sent_within_nbytes: float
+    sent_between_nbytes: float
+    timeline: tuple[Span, ...] = ()
+
+
+def step_time(
+    traces: Trace | Sequence[Trace], machine: Machine, schedule: Program | None = None
+) -> StepTime:
+    """Return the time of a step.
+
+    Args:
+        traces: Of one rank; of one rank of each place in the pipeline, in order, with a schedule.
+        machine: Where it would run.
+        schedule: Orders of the pipeline's ranks.
+
+    Raises:
+        ValueError: Not one trace for each rank of the schedule, or a trace without steps.
+    """
+    traces = [traces] if isinstance(traces, Trace) else list(traces)
+    places = len(schedule.orders) if schedule else 1
+    if len(traces) != places:
+        raise ValueError(
+            f"{len(traces)} traces of {places} places in the pipeline: give one of each"
+        )
+    prepared = [_Prepared(trace, machine, places) for trace in traces]
+
+    def simulate(slower: Slower) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
+        replays = [_Replay(each, slower) for each in prepared]
+        if schedule is None:
+            return replays[0].seconds, replays[0].parts, tuple(replays[0].spans)
+        return _pipeline(replays, schedule)
+
+    seconds, parts, timeline = simulate(Slower())
+    high = low = 0.0
+    for name, error in _errors(machine).items():
+        high += max(0.0, simulate(replace(Slower(), **{name: 1 + error}))[0] - seconds) ** 2
+        low += max(0.0, seconds - simulate(replace(Slower(), **{name: 1 / (1 + error)}))[0]) ** 2
+    sent = [each.sent() for each in prepared]
+    return StepTime(
+        seconds=seconds,
+        low_s=seconds - SURE * math.sqrt(low),
+        high_s=seconds + SURE * math.sqrt(high),
+        parts={name: parts.get(name, 0.0) for name in PARTS},
+        sent_within_nbytes=max(within for within, _ in sent),
+        sent_between_nbytes=max(between for _, between in sent),
+        timeline=timeline,
+    )
+
+
+def breakeven_rate(
+    coded: Callable[[Machine], float] | Trace,
+    plain: Callable[[Machine], float] | Trace,
+    machine: Machine,
+) -> float:
+    """Return the rate between nodes, in bytes per second, above which codes cost time.
+
+    Args:
+        coded: Trace with codes, or what returns the seconds of its step on a machine.
+        plain: The same without codes.
+        machine: Whose rate between nodes is varied.
+
+    Returns:
+        0 where codes never pay, and infinity where they always do.
+    """
+
+    def pays(rate: float) -> bool:
+        varied = replace(machine, between_nodes=replace(machine.between_nodes, bytes_per_s=rate))
+        return _seconds(coded, varied) < _seconds(plain, varied)
+
+    low, high = 1e6, 1e13
+    if pays(high):
+        return math.inf
+    if not pays(low):
+        return 0.0
+    while high > 1.01 * low:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return math.sqrt(low * high)
+
+
+def _seconds(what: Callable[[Machine], float] | Trace, machine: Machine) -> float:
+    if isinstance(what, Trace):
+        return _Replay(_Prepared(what, machine, 1), Slower()).seconds
+    return what(machine)
+
+
+def _errors(machine: Machine) -> dict[str, float]:
+    """Return the larger of our error and the machine's, by what is slower."""
+    gpu = machine.gpu
+    known = {
+        "products": gpu.error,
+        "memory": gpu.error,
+        "host": gpu.operator_error,
+        "within_node": machine.within_node.error,
+        "between_nodes": machine.between_nodes.error,
+    }
+    return {name: max(error, float(getattr(ERRORS, name))) for name, error in known.items()}
+
+
+def _pipeline(
+    replays: Sequence[_Replay], program: Program
+) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
+    """Return the time of a step of all ranks, its parts on the rank that waits least, and spans.
+
+    A rank begins the next step when it has updated its weights. The second step is the one that
+    counts: in the first, all ranks begin at once.
+    """
+    clock = PipelineClock([replay.actions for replay in replays], program)
+    for replay in replays:
+        clock.sends.update(replay.sends)
+    ends = [clock.step() for _ in range(2)]
+    seconds = ends[1] - ends[0]
+    rank = min(range(len(replays)), key=lambda r: sum(clock.gaps[r].values()))
+    parts: Any = replays[rank].parts + clock.gaps[rank]
+    parts[BUBBLE] += seconds - sum(parts.values())  # until the last rank ends
+    spans = [(row, label, a - ends[0], b - ends[0]) for row, label, a, b in clock.spans]
+    return seconds, parts, tuple(spans)
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+class _Prepared:
+    """Two steps of a trace, and what does not depend on how fast things are.
+
+    The first of the two brings streams into the state in which every step finds them: with weights
+    still on their way, for example.
+    """
+
+    def __init__(self, trace: Trace, machine: Machine, places: int) -> None:
+        starts = [
+            index
+            for index, event in enumerate(trace.events)
+            if isinstance(event, Mark) and event.name == "batch" and event.step >= trace.steps - 2
+        ]
+        if not starts:
+            raise ValueError(f"the trace of rank {trace.rank} has no step: simulate two or more")
+        events = trace.events[starts[0] :]
+        merged = fused(events) if trace.compiled else {}
+        found = [merged.get(index, event) for index, event in enumerate(events)]
+        self.events: list[Event] = [
+            event for event in found if event is not None and not isinstance(event, Allocate | Free)
+        ]
+        self._done = max(0, trace.steps - 2)
+        self.machine = machine
+        self.compiled = trace.compiled
+        self.local = min(trace.gpus_per_node, trace.world_size)
+        self._columns = max(1, trace.world_size // places)
+        self.costs = list(map(self._costs, self.events))
+
+    def _costs(self, event: Event) -> tuple[float, float, float]:
+        if isinstance(event, Operator):
+            return operator_costs(event, self.machine.gpu)
+        if isinstance(event, Collective):
+            return collective_costs(event, self.machine, self.groups(event))
+        return 0.0, 0.0, 0.0
+
+    def groups(self, collective: Collective) -> int:
+        """Return how many groups of ranks do this through one node's network."""
+        if collective.kind in ("send", "recv"):
+            return min(self.local, self._columns)
+        return max(1, self.local * collective.nodes // max(1, collective.ranks))
+
+    def stepped(self) -> list[int]:
+        """Return where steps end, of micro-batches the last; two of them bound what is timed."""
+        ends: dict[int, int] = {}
+        for index, event in enumerate(self.events):
+            if isinstance(event, Mark) and event.name == "stepped" and event.step > self._done:
+                ends.setdefault(event.step, index)
+        last = list(ends.values())[-2:]
+        return last if len(last) > 1 else [0, len(self.events) - 1]
+
+    def sent(self) -> tuple[float, float]:
+        """Return the bytes that the node sends in a step, within itself and to others."""
+        start, end = self.stepped()
+        sent = [
+            sent_nbytes(event, self.groups(event))
+            for event in self.events[start:end]
+            if isinstance(event, Collective)
+        ]
+        return self.local * sum(each[0] for each in sent), sum(each[1] for each in sent)
+
+
+@dataclass(slots=True)
+class _Replay:
+    """The events of a rank on a clock.
+
+    Attributes:
+        prepared: Its events.
+        slower: Factors on their costs.
+        seconds: Time between the last two optimizer steps.
+        parts: What the computing stream did in it, by part.
+        actions: The same within each action of a pipeline, and outside of them for None.
+        sends: Seconds and level of the messages of actions.
+        spans: Everything in it, for a picture.
+    """
+
+    prepared: _Prepared
+    slower: Slower
+    seconds: float = 0.0
+    actions: dict[Action | None, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    sends: dict[Action, tuple[float, str]] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    _host: float = 0.0
+    _streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _events: dict[int, float] = field(default_factory=dict)
+    _beside: list[tuple[float, float, str]] = field(default_factory=list)
+    _waited: Any = field(default_factory=Counter)  # Counter[str] would be of whole numbers
+    _timed: bool = False
+
+    def __post_init__(self) -> None:
+        """Replay."""
+        start, end = self.prepared.stepped()
+        before, costs = 0.0, self.prepared.costs
+        for index, event in enumerate(self.prepared.events[: end + 1]):
+            if index == start:
+                before, self._timed = self._streams[COMPUTING], True
+                self._waited.clear()
+            if isinstance(event, Operator):
+                self._operator(event, self.slower.of_operator(*costs[index]))
+            elif isinstance(event, Collective):
+                self._collective(event, self.slower.of_collective(*costs[index]))
+            elif isinstance(event, Record):
+                self._events[event.event] = self._streams[event.stream]
+                self._issue(EVENT_CALLS)
+            elif isinstance(event, Wait):
+                self._wait(event)
+            elif isinstance(event, Mark) and event.name == "batch":
+                self._issue(BATCH_CALLS)
+        self._spend(None)
+        self.seconds = self._streams[COMPUTING] - before
+        self.spans = [(row, label, a - before, b - before) for row, label, a, b in self.spans]
+
+    @property
+    def parts(self) -> Counter[str]:
+        """Seconds of each part."""
+        return sum(self.actions.values(), Counter())
+
+    def _issue(self, calls: float) -> float:
+        self._host += calls * self.slower.host * self.prepared.machine.gpu.operator_s
+        return self._host
+
+    def _operator(self, operator: Operator, seconds: float) -> None:
+        issued = self._issue(OPERATOR_CALLS)
+        if is_view(operator):
+            return
+        stream = operator.stream
+        part = OPTIMIZER if operator.phase == "optimizer" else COMPUTE
+        part = CODECS if is_codec(operator) else part
+        begin = self._begin(stream, issued)
+        if stream == COMPUTING:
+            self._waited[part] += seconds
+            for other in (CODECS, OPTIMIZER, COMPUTE):
+                shared = SHARED.value * self._overlap(begin, begin + seconds, other)
+                self._waited[other] += shared
+                seconds += shared
+            self._spend(operator.action)
+        else:
+            self._beside.append((begin, begin + seconds, part))
+        self._streams[stream] = begin + seconds
+        row = "computing" if stream == COMPUTING else f"stream {stream}"
+        self._span(row, f"{operator.phase}: {part}", begin, begin + seconds)
+
+    def _collective(self, collective: Collective, seconds: float) -> None:
+        calls = COMPILED_TENSOR_CALLS if self.prepared.compiled else TENSOR_CALLS
+        issued = self._issue(calls if collective.stream == COMPUTING else COLLECTIVE_CALLS)
+        level = BETWEEN if collective.nodes > 1 else WITHIN
+        if collective.kind in ("send", "recv"):  # the schedule says when
+            if collective.kind == "send" and collective.action is not None and self._timed:
+                action = Action(*collective.action)
+                self.sends[action] = (self.sends.get(action, (0.0,))[0] + seconds, level)
+            return
+        stream = collective.stream
+        if collective.ranks < 2:
+            return
+        ready = self._begin(stream, issued)
+        begin = max(ready, self._links[level])
+        self._links[level] = self._streams[stream] = begin + seconds
+        if stream == COMPUTING:
+            self._waited[level] += begin + seconds - ready
+            self._spend(collective.action)
+        else:
+            self._beside.append((begin, begin + seconds, level))
+        self._span(level.replace("exposed ", ""), collective.kind, begin, begin + seconds)
+
+    def _begin(self, stream: int, issued: float) -> float:
+        """Return when a stream can begin what was issued now."""
+        if stream == COMPUTING:
+            self._waited[HOST_LATE] += max(0.0, issued - self._streams[stream])
+        self._streams[stream] = max(self._streams[stream], issued)
+        return self._streams[stream]
+
+    def _wait(self, wait: Wait) -> None:
+        self._issue(EVENT_CALLS)
+        until = self._events.get(wait.event, 0.0)
+        if wait.stream == HOST:
+            self._host = max(self._host, until)
+            return
+        now = self._streams[wait.stream]
+        if until <= now:
+            return
+        if wait.stream == COMPUTING:
+            rest = until - now
+            for part in (BETWEEN, WITHIN, CODECS, OPTIMIZER, COMPUTE):
+                covered = min(rest, self._overlap(now, until, part))
+                self._waited[part] += covered
+                rest -= covered
+            self._waited[HOST_LATE] += rest
+        self._streams[wait.stream] = until
+
+    def _overlap(self, begin: float, end: float, part: str) -> float:
+        """Return how long other streams do something between two times."""
+        now = self._streams[COMPUTING]
+        self._beside = [each for each in self._beside if each[1] > now]
+        return sum(
+            max(0.0, min(end, last) - max(begin, first))
+            for first, last, what in self._beside
+            if what == part
+        )
+
+    def _spend(self, action: tuple[str, int, int] | None) -> None:
+        """Count what the computing stream did and waited for, for an action."""
+        if self._timed:
+            self.actions[Action(*action) if action else None] += self._waited
+        self._waited.clear()
+
+    def _span(self, row: str, label: str, begin: float, end: float) -> None:
+        if not self._timed:
+            return
+        for index in range(len(self.spans) - 1, max(-1, len(self.spans) - 8), -1):
+            last = self.spans[index]
+            if last[0] == row:
+                if last[1] == label and begin - last[3] < 2e-5:
+                    self.spans[index] = (row, label, last[2], end)
+                    return
+                break
+        self.spans.append((row, label, begin, end))
