@@ -198,6 +198,7 @@ class ActivationQuantization(Callback):
         adapt: bool | float | None = None,
     ) -> None:
         super().__init__()
+        self.given: dict[str, Any] = {"recipe": recipe, "budget": budget, "adapt": adapt}
         self._policy = resolve_policy(recipe)
         self._recipe = recipe if isinstance(recipe, str) else type(recipe).__name__
         if budget is not None:

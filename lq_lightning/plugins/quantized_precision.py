@@ -60,6 +60,9 @@ class QuantizedPrecision(FullyShardedPrecision):
             ``"fp8_e4m3"`` is the code of AGoQ §5; ``"none"`` accumulates in full precision. Or a
             ``CodecSpec``. Only used with automatic optimization and gradient accumulation.
 
+    Attributes:
+        given: The arguments, with which another one can be made.
+
     Raises:
         ValueError: An option has a value outside its choices; or, before training starts, the
             strategy or an optimizer's options are not supported.
@@ -73,6 +76,11 @@ class QuantizedPrecision(FullyShardedPrecision):
         gradient_buffer: BufferName | CodecSpec = "int8",
     ) -> None:
         super().__init__(precision)
+        self.given: dict[str, Any] = {
+            "precision": precision,
+            "optimizer_state": optimizer_state,
+            "gradient_buffer": gradient_buffer,
+        }
         owner, config = "QuantizedPrecision", OptimizerQuantization
         self._states: OptimizerQuantization | None = None
         if isinstance(optimizer_state, OptimizerQuantization):

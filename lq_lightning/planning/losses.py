@@ -1,0 +1,325 @@
+"""Losses of quantized trainings against full precision, as measured, and the tables of them.
+
+``docs/accuracy.md`` is printed from here, and a test recomputes every number from its report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["pretraining", "fine-tuning"]
+
+
+class Study(NamedTuple):
+    """Runs that are compared with full precision of the same seed.
+
+    ``commit`` has the report if ``benchmarks/results`` no longer does.
+    """
+
+    model: str
+    parameters: float
+    steps: int
+    report: str
+    commit: str = ""
+    kind: Kind = "pretraining"
+
+
+class Loss(NamedTuple):
+    """Change of the validation loss in percent, with its standard error, by what was quantized.
+
+    One run has the error that runs of full precision show which start a thousandth apart; None
+    where the study has none of those. ``quantized`` is empty for what no option does. ``note`` says
+    how it differs from what it stands for.
+    """
+
+    study: str
+    variant: str
+    seeds: int
+    percent: float
+    error_percent: float | None
+    quantized: tuple[str, ...] = ()
+    note: str = ""
+
+
+STUDIES = {
+    "gpt_1m": Study("GPT of 1.3M", 1.3e6, 200, "loss_study_gpt_1m.json"),
+    "llama_1m": Study("Llama of 1.1M", 1.1e6, 200, "loss_study_llama_1m.json"),
+    "llama": Study("Llama of 98M", 98e6, 500, "loss_study_llama_110m.json"),
+    "llama_again": Study("Llama of 98M", 98e6, 500, "loss_study_llama_110m_nf4.json"),
+    "gpt": Study("GPT of 111M", 111e6, 500, "loss_study_gpt_110m.json"),
+    "gpt_again": Study("GPT of 111M", 111e6, 500, "loss_study_gpt_110m_nf4.json"),
+    "gpt_fast": Study("GPT of 111M, twice the rate", 111e6, 500, "loss_study_gpt_110m_lr.json"),
+    "gpt_fast_again": Study(
+        "GPT of 111M, twice the rate", 111e6, 500, "loss_study_gpt_110m_lr_chance.json"
+    ),
+    "gpt_long": Study("GPT of 125M", 125e6, 2300, "ablation_gpt_125m_2x1.json", "ac819df"),
+    "gpt_beta2": Study("GPT of 125M", 125e6, 2300, "ablation_gpt_125m_beta2_999.json", "ac819df"),
+    "recipes": Study(
+        "Llama of 110M", 110e6, 2300, "activation_ablation_llama_125m.json", "ac819df"
+    ),
+    "recipes_361m": Study(
+        "Llama of 361M", 361e6, 720, "activation_ablation_llama_350m.json", "ac819df"
+    ),
+    "stages_2": Study(
+        "Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m_2_stages.json", "5b07bc7"
+    ),
+    "stages_4": Study(
+        "Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m_4_stages.json", "5b07bc7"
+    ),
+    "stages_8": Study("Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m.json", "5b07bc7"),
+    "stages_8_125m": Study(
+        "Llama of 125M", 125e6, 500, "pipeline_ablation_llama_125m.json", "5b07bc7"
+    ),
+    "local_gpt": Study("GPT of 0.2M", 0.2e6, 512, "fewer_bytes_gpt_tiny.json", "5b07bc7"),
+    "local_llama": Study("Llama of 0.1M", 0.1e6, 512, "fewer_bytes_llama_tiny.json", "5b07bc7"),
+    "local_125m": Study("GPT of 125M", 125e6, 640, "alternatives_125m.json", "ac819df"),
+    "tuning": Study("SmolLM2-135M", 135e6, 150, "fine_tuning.json", kind="fine-tuning"),
+}
+
+_INT4, _NF4 = "differences int4/2048", "differences nf4/128"
+_G4, _G5, _G6, _G8 = (
+    "gradients TLq-HS int4/128",
+    *(f"gradients TLq-HS int4/128, vocabulary int{bits}" for bits in (5, 6, 8)),
+)
+_AGOQ, _AUTO, _COAT, _MIXED = (f"activations {n}" for n in ("agoq", "auto", "coat", "fp8-4bit"))
+_STATES = "states expanded_fp8"
+_EARLIER = {_AGOQ: "4-bit codes", _MIXED: "4-bit codes", _COAT: "codes in E4M3"}
+_NOT_ADAPTED = "bits are not adapted"
+_NEAREST = "rounded to nearest"
+
+
+def _boundaries(codecs: str, stages: int) -> str:
+    return f"boundaries {codecs}, {stages} stages"
+
+
+def _recipes(study: str, *rows: tuple[str, str, float, float | None]) -> list[Loss]:
+    """Codes that recipes had before; those of ``"agoq"`` are what ``"auto"`` starts with."""
+    found = [
+        Loss(study, variant, 1, percent, error, (part,), f"with the {_EARLIER[part]} it had before")
+        for variant, part, percent, error in rows
+    ]
+    first = found[0]
+    return [*found, first._replace(quantized=(_AUTO,), note=_NOT_ADAPTED)]
+
+
+LOSSES: tuple[Loss, ...] = (
+    Loss("gpt_1m", "gradients, vocabulary 6", 128, -0.005, 0.005, (_INT4, _G6)),
+    Loss("gpt_1m", "gradients, vocabulary 8", 128, -0.004, 0.005, (_INT4, _G8)),
+    Loss("gpt_1m", "gradients, vocabulary 5", 128, +0.006, 0.005, (_INT4, _G5)),
+    Loss("gpt_1m", "gradients, vocabulary groups of 32", 128, +0.022, 0.006),
+    Loss("gpt_1m", "both", 128, +0.057, 0.005, (_INT4, _G4)),
+    Loss("gpt_1m", "gradients, groups of 32", 128, +0.025, 0.005),
+    Loss("gpt_1m", "gradients, NF4, groups of 64, short scales", 128, +0.027, 0.005),
+    Loss("gpt_1m", "gradients, NF4, short scales, vocabulary 6", 128, +0.004, 0.004),
+    Loss("gpt_1m", "gradients, larger transform", 64, +0.047, 0.005),
+    Loss("gpt_1m", "differences", 64, +0.001, 0.004, (_INT4,)),
+    Loss("gpt_1m", "both from 40", 64, +0.051, 0.001),
+    Loss("gpt_1m", "noise", 64, +0.066, 0.006),
+    Loss("gpt_1m", "gradients, fitted normal", 64, +1.286, 0.124),
+    Loss("llama_1m", "gradients, vocabulary 6", 192, +0.012, 0.015, (_INT4, _G6)),
+    Loss("llama_1m", "gradients, vocabulary 8", 192, +0.022, 0.013, (_INT4, _G8)),
+    Loss("llama_1m", "both", 192, +0.046, 0.016, (_INT4, _G4)),
+    Loss("llama_1m", "gradients, NF4, groups of 64, short scales", 192, +0.028, 0.015),
+    Loss("llama_1m", "gradients, NF4, short scales, vocabulary 6", 192, +0.022, 0.014),
+    Loss("llama_1m", "gradients, larger transform", 64, +0.057, 0.032),
+    Loss("llama_1m", "differences", 64, +0.019, 0.023, (_INT4,)),
+    Loss("llama_1m", "noise", 64, +0.061, 0.029),
+    Loss("llama_1m", "gradients, fitted normal", 64, +0.051, 0.028),
+    Loss("llama", "both", 8, +0.081, 0.016, (_INT4, _G6)),
+    Loss("llama", "gradients", 8, +0.031, 0.006, (_G6,)),
+    Loss("llama", "full precision perturbed", 8, -0.011, 0.007),
+    Loss("llama_again", "differences, NF4, short groups", 4, +0.037, 0.011, (_NF4, _G6)),
+    Loss("llama_again", "both", 4, +0.065, 0.007, (_INT4, _G6)),
+    Loss("gpt", "both", 4, +0.075, 0.017, (_INT4, _G6)),
+    Loss("gpt", "full precision perturbed", 4, -0.004, 0.012),
+    Loss("gpt_again", "both", 8, +0.046, 0.017, (_NF4, _G6)),
+    Loss("gpt_again", "gradients", 8, +0.019, 0.015, (_G6,)),
+    Loss("gpt_again", "differences", 8, +0.044, 0.010, (_NF4,)),
+    Loss("gpt_again", "both, vocabulary exact", 8, +0.040, 0.015),
+    Loss("gpt_again", "gradients, NF4, groups of 64, short scales", 8, +0.043, 0.016),
+    Loss("gpt_fast", "both", 8, +0.129, 0.041, (_NF4, _G6)),
+    Loss("gpt_fast_again", "both", 8, +0.097, 0.064, (_NF4, _G6)),
+    Loss("gpt_fast_again", "gradients", 8, +0.043, 0.081, (_G6,)),
+    Loss("gpt_fast_again", "full precision perturbed", 8, +0.018, 0.075),
+    Loss("gpt_long", "full precision perturbed", 3, +0.110, 0.102),
+    Loss("gpt_long", "SDP4Bit vocabulary 6", 3, +0.185, 0.086, (_INT4, _G6)),
+    Loss("gpt_long", "SDP4Bit", 3, +0.153, 0.074, (_INT4, _G4)),
+    Loss("gpt_long", "qWD", 1, +0.162, 0.156, (_INT4,)),
+    Loss("gpt_long", "TLq-HS", 1, +0.203, 0.156, (_G4,)),
+    Loss("gpt_long", "SDP4Bit stochastic", 1, +0.148, 0.156),
+    Loss("gpt_long", "SDP4Bit vocabulary 8", 1, +0.012, 0.156, (_INT4, _G8)),
+    Loss("gpt_long", "SDP4Bit 2 bits", 1, +3.730, 0.156, (_INT4, "gradients TLq-HS int2/128")),
+    Loss("gpt_long", "SDP4Bit 2 bits vocabulary 8", 1, +2.591, 0.156),
+    Loss("gpt_long", "qW", 1, +2.139, 0.156, ("weights int4/2048",)),
+    Loss("gpt_long", "AdamW expanded_fp8", 1, +0.017, 0.156, (_STATES,), _NEAREST),
+    Loss("gpt_long", "AdamW dynamic8", 1, +0.079, 0.156, ("states dynamic8",), _NEAREST),
+    Loss("gpt_long", "AdamW fp8", 1, -0.182, 0.156, ("states fp8",), _NEAREST),
+    Loss("gpt_long", "AdamW int8", 1, +2.545, 0.156, ("states int8",), _NEAREST),
+    Loss("gpt_beta2", "AdamW expanded_fp8", 1, -0.108, None, (_STATES,)),
+    *_recipes(
+        "recipes",
+        ("agoq", _AGOQ, +0.090, 0.040),
+        ("coat", _COAT, +0.177, 0.040),
+        ("fp8-4bit", _MIXED, +0.308, 0.040),
+    ),
+    *_recipes(
+        "recipes_361m",
+        ("agoq", _AGOQ, -0.041, None),
+        ("coat", _COAT, +0.192, None),
+        ("fp8-4bit", _MIXED, +0.229, None),
+    ),
+    Loss("stages_2", "tah5 / tah5", 6, -0.002, 0.010, (_boundaries("tah5/tah5", 2),)),
+    Loss("stages_2", "tah", 6, +0.087, 0.019, (_boundaries("tah/int6", 2),)),
+    Loss("stages_4", "tah5 / tah5", 6, +0.023, 0.013, (_boundaries("tah5/tah5", 4),)),
+    Loss("stages_4", "tah", 6, +0.259, 0.048, (_boundaries("tah/int6", 4),)),
+    Loss("stages_8", "tah5 / tah5", 6, +0.113, 0.032, (_boundaries("tah5/tah5", 8),)),
+    Loss("stages_8", "tah", 6, +0.679, 0.034, (_boundaries("tah/int6", 8),)),
+    Loss("stages_8", "int4", 6, +0.327, 0.040, (_boundaries("int4/int6", 8),)),
+    Loss("stages_8_125m", "tah5 / tah5", 1, +0.767, None, (_boundaries("tah5/tah5", 8),)),
+    Loss("stages_8_125m", "tah", 1, +4.986, None, (_boundaries("tah/int6", 8),)),
+    Loss("stages_8_125m", "int4", 1, +2.897, None, (_boundaries("int4/int6", 8),)),
+    Loss("local_gpt", "4 bits every 8", 8, +3.419, 1.233, ("local steps 8 in 4 bits",)),
+    Loss("local_gpt", "4 bits every 32", 8, +2.197, 0.239, ("local steps 32 in 4 bits",)),
+    Loss("local_gpt", "4 bits every 64", 8, +2.774, 0.252, ("local steps 64 in 4 bits",)),
+    Loss("local_gpt", "fp32 every 32", 8, +2.048, 0.220, ("local steps 32 in fp32",)),
+    Loss("local_llama", "4 bits every 32", 4, +0.629, 0.129, ("local steps 32 in 4 bits",)),
+    Loss("local_125m", "local-32", 1, +5.669, None, ("local steps 32 in 4 bits",)),
+    Loss("tuning", "quantized_fsdp", 5, +0.031, 0.027, (_NF4, _G6)),
+    Loss("tuning", "agoq", 5, +0.002, 0.026, (_AGOQ,)),
+    Loss("tuning", "4-bit codes", 5, -0.010, 0.044, (_AUTO,), _NOT_ADAPTED),
+    Loss("tuning", "coat", 5, -0.102, 0.047, (_COAT,)),
+    Loss("tuning", "coat, INT8 forward", 5, -0.056, 0.027, (f"{_COAT}, INT8 forward",)),
+    Loss("tuning", "fp8-4bit", 5, -0.085, 0.040, (_MIXED,)),
+    Loss("tuning", "expanded_fp8", 5, +0.038, 0.023, (_STATES,)),
+    Loss(
+        *("tuning", "all together", 5, -0.029, 0.027),
+        (_NF4, _G6, _AGOQ, _STATES, _boundaries("tah5/tah5", 4)),
+    ),
+    *(
+        Loss("tuning", f"{name}, {n} stages", 5, percent, error, (_boundaries(codecs, n),))
+        for name, codecs, *rows in (
+            ("tah5", "tah5/tah5", (2, +0.021, 0.033), (4, +0.048, 0.040), (8, +0.127, 0.042)),
+            ("tah", "tah/int6", (2, +0.344, 0.047), (4, +0.875, 0.043), (8, +2.321, 0.034)),
+            ("int4", "int4/int6", (2, +0.708, 0.039), (4, +1.855, 0.057), (8, +5.684, 0.067)),
+            ("aq_sgd", "aq_sgd/int6", (2, -0.028, 0.043), (4, -0.030, 0.033), (8, -0.051, 0.035)),
+        )
+        for n, percent, error in rows
+    ),
+)
+
+
+# --- tables of docs/accuracy.md -------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """Variants of several studies, one per column, in rows."""
+
+    title: str
+    columns: dict[str, str]  # heading by study
+    rows: tuple[tuple[str, tuple[str, ...]], ...]  # label, and variant in each column: "" has none
+
+
+def _alike(*rows: tuple[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((label, (variant, variant)) for label, variant in rows)
+
+
+_PERTURBED = "full precision perturbed"
+TABLES = (
+    Table(
+        "gradients between nodes; differences are INT4 in groups of 2048",
+        {"gpt_1m": "GPT", "llama_1m": "Llama"},
+        _alike(
+            ("4 bits, embeddings and heads in 6, as by default", "gradients, vocabulary 6"),
+            ("embeddings and heads in 8", "gradients, vocabulary 8"),
+            ("embeddings and heads in 5", "gradients, vocabulary 5"),
+            ("embeddings and heads in 4, in groups of 32", "gradients, vocabulary groups of 32"),
+            ("4 bits throughout, the default until these runs", "both"),
+            ("4 bits throughout in groups of 32", "gradients, groups of 32"),
+            (
+                "NF4 throughout in groups of 64 with scales of 16 bits",
+                "gradients, NF4, groups of 64, short scales",
+            ),
+            (
+                "NF4 in groups of 64 with scales of 16 bits, embeddings and heads in 6",
+                "gradients, NF4, short scales, vocabulary 6",
+            ),
+            ("Hadamard transform of 128 instead of 32", "gradients, larger transform"),
+            ("full precision: differences alone", "differences"),
+            ("4 bits throughout after 40 steps in full precision", "both from 40"),
+            ("normal noise as large as the errors of 4 bits throughout", "noise"),
+            (
+                "scales of least error instead of the largest magnitude",
+                "gradients, fitted normal",
+            ),
+        ),
+    ),
+    Table(
+        "110M parameters",
+        {
+            "llama": "Llama, tied embeddings, 8 seeds",
+            "llama_again": "again, 4 seeds",
+            "gpt": "GPT, 4 seeds",
+            "gpt_again": "again, 8 seeds",
+        },
+        (
+            (
+                "**the default**: NF4 differences in groups of 128",
+                ("", "differences, NF4, short groups", "", "both"),
+            ),
+            (
+                "INT4 differences in groups of 2048, the default before",
+                ("both", "both", "both", ""),
+            ),
+            ("gradients alone", ("gradients", "", "", "gradients")),
+            ("NF4 differences alone", ("", "", "", "differences")),
+            ("the default, embeddings and head exact", ("", "", "", "both, vocabulary exact")),
+            (
+                "the default, NF4 in groups of 64 for gradients too",
+                ("", "", "", "gradients, NF4, groups of 64, short scales"),
+            ),
+            ("full precision, start perturbed by a thousandth", (_PERTURBED, "", _PERTURBED, "")),
+        ),
+    ),
+    Table(
+        "variant",
+        {"gpt_long": "change"},
+        (
+            ("full precision, start perturbed by a thousandth", (_PERTURBED,)),
+            ("`quantized_fsdp`, the default but for INT4 differences", ("SDP4Bit vocabulary 6",)),
+            ("`quantized_fsdp`, 4 bits throughout", ("SDP4Bit",)),
+            ("weights alone (`qWD`)", ("qWD",)),
+            ("gradients alone (`TLq-HS`)", ("TLq-HS",)),
+            ("stochastic rounding", ("SDP4Bit stochastic",)),
+            ("vocabulary in 8 bits", ("SDP4Bit vocabulary 8",)),
+            ("gradients of 2 bits", ("SDP4Bit 2 bits",)),
+            ("gradients of 2 bits, vocabulary in 8", ("SDP4Bit 2 bits vocabulary 8",)),
+            ("4-bit weights instead of differences (`qW`)", ("qW",)),
+        ),
+    ),
+)
+
+
+def show(percent: float, error_percent: float | None, digits: int = 3) -> str:
+    """A change of the loss with its error, without a unit."""
+    error = "" if error_percent is None else f" ± {error_percent:.{digits}f}"
+    return f"{percent:+.{digits}f}{error}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """A Markdown table: numbers to the right, the first column and ``left`` to the left."""
+    aligned = ["---" if index in (0, *left) else "---:" for index in range(len(header))]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, aligned, *rows))
+
+
+def print_table(table: Table) -> str:
+    """One of :data:`TABLES`, in percent, as ``docs/accuracy.md`` has it."""
+    known = {(loss.study, loss.variant): loss for loss in LOSSES}
+    rows = []
+    for label, variants in table.rows:
+        found = [known.get(key) for key in zip(table.columns, variants, strict=True)]
+        cells = [show(loss.percent, loss.error_percent) if loss else "-" for loss in found]
+        seeds = [str(loss.seeds) for loss in found if loss][: len(table.columns) == 1]
+        rows.append([label, *seeds, *cells])
+    seeds = ["seeds"] if len(table.columns) == 1 else []
+    return markdown([table.title, *seeds, *table.columns.values()], rows)
