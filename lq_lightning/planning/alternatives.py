@@ -1,0 +1,343 @@
+"""What else would work, and what to change where a run does not fit.
+
+Each alternative is judged by a function that simulates it. That takes seconds, so models are
+shortened to a few of their equal layers, time is limited, and only what is shown is simulated as a
+whole. What there was no time for is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from lq_lightning.planning.changes import (
+    FAST_RECIPES,
+    FASTEST_FIRST,
+    SMALLEST_FIRST,
+    Change,
+    Machine,
+    Model,
+    changes_of,
+    in_turn,
+)
+from lq_lightning.planning.estimates import Estimator, Evaluate, Outcome
+from lq_lightning.planning.losses import Kind
+from lq_lightning.planning.prices import Price, added_price, price_of
+from lq_lightning.planning.run_options import RunOptions
+
+REFUSALS = (ValueError, NotImplementedError, RuntimeError)
+# Loss falls with the 0.05th power of compute (Kaplan et al., arXiv:2001.08361, figure 1): a percent
+# of loss is worth so many percent of time.
+PERCENT_OF_TIME = 20.0
+_MARGIN = 1.05  # of estimates: what is too large by less is simulated all the same
+_FOR_WHOLE = 0.4  # of the time at most is kept to simulate what is shown as a whole
+_PAIRS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """A run with other options.
+
+    Attributes:
+        changes: What to change, as users write it; none for the run as it is.
+        options: All of its options.
+        outcome: Its memory and time.
+        price: What its codes cost in loss.
+        added: The part of the price that the changes bring.
+        verified: Whether the whole model was simulated; else a few layers, continued in a line.
+    """
+
+    changes: tuple[str, ...]
+    options: RunOptions
+    outcome: Outcome
+    price: Price
+    added: Price
+    verified: bool
+
+    def cost(self, base: Outcome) -> tuple[bool, float]:
+        """Order by cost: what has no measured price last, then time and loss together."""
+        slower = 100 * (self.outcome.seconds / base.seconds - 1)
+        loss = max(0.0, self.added.percent or 0.0)
+        return bool(self.added.unmeasured), slower + PERCENT_OF_TIME * loss
+
+    def __str__(self) -> str:
+        """One line: changes, GiB, ms, tokens/s and price."""
+        found = self.outcome
+        return (
+            f"{', '.join(self.changes) or 'as it is'}: {found.device_nbytes / 2**30:.1f} GiB, "
+            f"{1e3 * found.seconds:.0f} ms, {found.tokens_per_s:.0f} tokens/s, loss {self.price}"
+            + ("" if self.verified else " (estimated from few layers)")
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternatives:
+    """What was found.
+
+    Attributes:
+        base: The run as it is.
+        fitting: What fits; the fastest first, or the cheapest where the run itself does not fit.
+        too_large: What does not fit, the smallest first.
+        refused: What cannot run, and why.
+        left_out: What there was no time for.
+    """
+
+    base: Alternative
+    fitting: tuple[Alternative, ...]
+    too_large: tuple[Alternative, ...]
+    refused: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What alternatives are looked for.
+
+    Attributes:
+        machine: Where the run takes place.
+        memory_nbytes: Memory of a device.
+        model: What the model lets one choose.
+        base: Outcome of the run as it is, if it is known.
+        base_s: Seconds that it took to simulate that.
+        kind: Studies from which prices are taken first.
+        shown: So many of the best are simulated as a whole.
+        time_limit_s: Time for all simulations.
+        clock: Tells seconds.
+    """
+
+    machine: Machine
+    memory_nbytes: int
+    model: Model = Model()
+    base: Outcome | None = None
+    base_s: float = 0.0
+    kind: Kind = "pretraining"
+    shown: int = 5
+    time_limit_s: float = 40.0
+    clock: Callable[[], float] = time.monotonic
+
+
+def ranked(options: RunOptions, evaluate: Evaluate, setting: Setting) -> Alternatives:
+    """Find what else fits, by tokens per second.
+
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: The run as it is cannot run.
+    """
+    search = _Search(options, evaluate, setting)
+    by_products = sorted(search.changes, key=lambda c: c.choices.get("recipe") not in FAST_RECIPES)
+    search.try_all([(change,) for change in in_turn(by_products, FASTEST_FIRST)])
+    best = search.best_seconds()
+    search.try_all(search.pairs(lambda pair: search.seconds(pair) < best, search.seconds))
+    search.try_all([search.all_that_help()])
+    as_it_is = search.base.outcome
+    return search.result(
+        lambda found: (-found.outcome.tokens_per_s, *found.cost(as_it_is), found.changes)
+    )
+
+
+def remedies(options: RunOptions, evaluate: Evaluate, setting: Setting) -> Alternatives:
+    """Find the cheapest changes, or pairs of changes, with which a run fits.
+
+    The cost of a change is the time that it adds to a step and the loss that it adds, at
+    ``PERCENT_OF_TIME``; changes whose price nobody has measured come last. If no pair is enough,
+    all changes that save memory are made together.
+
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: The run as it is cannot run.
+    """
+    search = _Search(options, evaluate, setting)
+    smaller = [change for change in search.changes if change.memory != "more"]
+    search.try_all([(change,) for change in in_turn(smaller, SMALLEST_FIRST)])
+    search.try_all(search.pairs(search.need_each_other, search.cost))
+    if not search.anything_fits():
+        search.try_all([search.all_that_save()])
+    as_it_is = search.base.outcome
+    return search.result(lambda found: (*found.cost(as_it_is), found.changes))
+
+
+Changes = tuple[Change, ...]
+Order = Callable[[Alternative], tuple[Any, ...]]
+
+
+class _Search:
+    """Tries changes of a run, and notes what came of them; begins with the run as it is."""
+
+    def __init__(self, options: RunOptions, evaluate: Evaluate, setting: Setting) -> None:
+        self._options, self._evaluate, self._setting = options, evaluate, setting
+        self.changes = changes_of(options, setting.machine, setting.model)
+        self._found: dict[Changes, Alternative] = {}
+        self._refused: dict[str, str] = {}
+        self._left_out: dict[str, None] = {}
+        began, limit = setting.clock(), setting.time_limit_s
+        self._whole_s = setting.base_s  # of the simulation of a whole model; 0: not known
+        reserved = min(_FOR_WHOLE, setting.shown * self._whole_s / limit or _FOR_WHOLE) * limit
+        self._end, self._estimates_end = began + limit, began + limit - reserved
+        self._price = price_of(options, setting.machine, setting.kind)
+        self._estimate = Estimator(evaluate, setting.machine, setting.model.layers)
+        outcome = setting.base or self._estimate(options)
+        if setting.base is not None:
+            self._estimate.compare(options, outcome)
+        self._estimate_s = setting.clock() - began
+        verified = setting.base is not None or self._estimate.few_layers(options) is None
+        self.base = self._alternative((), options, outcome, verified)
+
+    # --- simulations ------------------------------------------------------------------------------
+
+    def _alternative(
+        self, changes: Changes, options: RunOptions, outcome: Outcome, verified: bool
+    ) -> Alternative:
+        price = price_of(options, self._setting.machine, self._setting.kind)
+        return Alternative(
+            changes=tuple(change.label for change in changes),
+            options=options,
+            outcome=outcome,
+            price=price,
+            added=added_price(price, self._price),
+            verified=verified,
+        )
+
+    def try_all(self, sets: Iterable[Changes]) -> None:
+        """Estimate sets of changes, in order, while there is time."""
+        for changes in sets:
+            label = ", ".join(change.label for change in changes)
+            if not changes or changes in self._found or self._cannot_fit(changes):
+                continue
+            began = self._setting.clock()
+            if began + self._estimate_s > self._estimates_end:
+                self._left_out[label] = None
+                continue
+            options = _changed(self._options, changes)
+            try:
+                outcome = self._estimate(options)
+                whole = self._estimate.few_layers(options) is None
+                self._found[changes] = self._alternative(changes, options, outcome, whole)
+            except REFUSALS as refused:
+                self._refused[label] = str(refused)
+            self._estimate_s = max(self._estimate_s, self._setting.clock() - began)
+
+    def _cannot_fit(self, changes: Changes) -> bool:
+        """Whether a run that is too large would need even more memory."""
+        too_large = self.base.outcome.device_nbytes > _MARGIN * self._setting.memory_nbytes
+        return too_large and all(change.memory == "more" for change in changes)
+
+    # --- what to try next -------------------------------------------------------------------------
+
+    def _gains(self, changes: Changes, of: Callable[[Outcome], float]) -> float:
+        """Expect of changes made together what each of them alone brings."""
+        base = of(self.base.outcome)
+        return base + sum(of(self._found[(change,)].outcome) - base for change in changes)
+
+    def seconds(self, changes: Changes) -> float:
+        """Time of a step to expect."""
+        return self._gains(changes, lambda outcome: outcome.seconds)
+
+    def _nbytes(self, changes: Changes) -> float:
+        """Memory to expect."""
+        return self._gains(changes, lambda outcome: outcome.device_nbytes)
+
+    def pairs(
+        self, wanted: Callable[[Changes], bool], order: Callable[[Changes], Any]
+    ) -> list[Changes]:
+        """Pairs that seem to fit, the best of each two topics; those that may not come last."""
+        memory = self._setting.memory_nbytes
+        tried = [change for change in self.changes if (change,) in self._found]
+        pairs = [pair for pair in combinations(tried, 2) if pair[0].goes_with(pair[1])]
+        best: dict[frozenset[str], Changes] = {}
+        for pair in sorted(pairs, key=lambda pair: (self._nbytes(pair) > memory, order(pair))):
+            if self._nbytes(pair) <= _MARGIN * memory and wanted(pair):
+                best.setdefault(frozenset(change.topic for change in pair), pair)
+        return list(best.values())[:_PAIRS]
+
+    def need_each_other(self, pair: Changes) -> bool:
+        """Whether each of two changes saves memory, and neither is enough."""
+        alone = [self._nbytes((change,)) for change in pair]
+        saves = max(alone) < self.base.outcome.device_nbytes
+        return saves and min(alone) > self._setting.memory_nbytes
+
+    def cost(self, changes: Changes) -> tuple[bool, float]:
+        """Cost to expect."""
+        options = _changed(self._options, changes)
+        base = self.base.outcome
+        outcome = replace(base, seconds=self.seconds(changes))
+        return self._alternative(changes, options, outcome, False).cost(base)
+
+    def best_seconds(self) -> float:
+        """Shortest time of a step so far, of what fits."""
+        found = [self.base, *self._found.values()]
+        times = [each.outcome.seconds for each in found if self._fits(each)]
+        return min(times, default=float("inf"))
+
+    def _fits(self, found: Alternative) -> bool:
+        return found.outcome.device_nbytes <= self._setting.memory_nbytes
+
+    def anything_fits(self) -> bool:
+        """Whether anything that was tried fits."""
+        return any(map(self._fits, self._found.values()))
+
+    def _together(self, of: Callable[[Outcome], float]) -> Changes:
+        """All changes that lower something, those that do most before what excludes them."""
+        single = [(change,) for change in self.changes if (change,) in self._found]
+        lower = [each for each in single if self._gains(each, of) < of(self.base.outcome)]
+        kept: list[Change] = []
+        for (change,) in sorted(lower, key=lambda each: self._gains(each, of)):
+            if all(change.goes_with(other) for other in kept):
+                kept.append(change)
+        return tuple(sorted(kept, key=self.changes.index))
+
+    def all_that_help(self) -> Changes:
+        """All changes that make a step faster."""
+        return self._together(lambda outcome: outcome.seconds)
+
+    def all_that_save(self) -> Changes:
+        """All changes that save memory."""
+        return self._together(lambda outcome: outcome.device_nbytes)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _verified(self, found: Alternative) -> Alternative:
+        """Simulate the whole model, if there is time; what was refused is noted."""
+        began = self._setting.clock()
+        if found.verified or began + max(self._whole_s, self._estimate_s) > self._end:
+            return found
+        outcome = self._evaluate(found.options, None)
+        self._whole_s = max(self._whole_s, self._setting.clock() - began)
+        return replace(found, outcome=outcome, verified=True)
+
+    def result(self, order: Order) -> Alternatives:
+        """Simulate what is shown as a whole, and put all in order."""
+        shown = self._setting.shown
+        found = list(self._found.values())
+        as_it_is = [self.base] if self._fits(self.base) else []
+        for _ in range(2 * shown):  # one that turns out too large makes room for the next
+            fitting = sorted(filter(self._fits, found), key=order)
+            left = [each for each in fitting[:shown] if not each.verified]
+            if not left:
+                break
+            found.remove(left[0])
+            try:
+                after = self._verified(left[0])
+            except REFUSALS as refused:
+                self._refused[", ".join(left[0].changes)] = str(refused)
+                continue
+            found.append(after)
+            if after is left[0]:
+                break  # no time
+        fits = [*as_it_is, *filter(self._fits, found)]
+        too_large = [each for each in (self.base, *found) if not self._fits(each)]
+        return Alternatives(
+            base=self.base,
+            fitting=tuple(sorted(fits, key=order)),
+            too_large=tuple(
+                sorted(too_large, key=lambda each: (each.outcome.device_nbytes, each.changes))
+            ),
+            refused=tuple(self._refused.items()),
+            left_out=tuple(self._left_out),
+        )
+
+
+def _changed(options: RunOptions, changes: Iterable[Change]) -> RunOptions:
+    for change in changes:
+        options = options.changed(**change.choices)
+    return options

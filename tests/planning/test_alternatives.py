@@ -1,0 +1,479 @@
+"""What else would work: a fake simulation shows what is tried, in which order, and what is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lq_lightning import ActivationPolicy, OptimizerQuantization, WeightQuantization
+from lq_lightning.planning.alternatives import (
+    PERCENT_OF_TIME,
+    Alternatives,
+    Setting,
+    ranked,
+    remedies,
+)
+from lq_lightning.planning.changes import (
+    FASTEST_FIRST,
+    SMALLEST_FIRST,
+    Model,
+    changes_of,
+    in_turn,
+)
+from lq_lightning.planning.estimates import (
+    Estimator,
+    Outcome,
+    keep_layers,
+    number_of_equal_layers,
+    with_layers,
+)
+from lq_lightning.planning.run_options import RunOptions
+
+GIB = 2**30
+
+
+def machine(nodes: int = 2, gpus_per_node: int = 8, nvlink: bool = True, gbit: float = 25.0) -> Any:
+    link = SimpleNamespace(bytes_per_s=gbit * 1.25e8)
+    return SimpleNamespace(
+        nodes=nodes, gpus_per_node=gpus_per_node, nvlink=nvlink, between_nodes=link
+    )
+
+
+MODEL = Model(layers=32, can_checkpoint=True)
+OPTIONS = RunOptions(precision="bf16-mixed")
+
+
+@dataclass
+class Simulated:
+    """A simulation by sums: GiB and ms per layer, and of the rest; each call takes some seconds."""
+
+    calls: list[tuple[RunOptions, int | None]] = field(default_factory=list)
+    layers: int = 32
+    now: float = 0.0
+    takes_s: float = 1.0
+    whole_takes_s: float = 5.0
+    bend_gib: float = 0.0  # of the whole model, which no line shows
+
+    def __call__(self, options: RunOptions, layers: int | None) -> Outcome:
+        self.calls.append((options, layers))
+        self.now += self.whole_takes_s if layers is None else self.takes_s
+        count = self.layers if layers is None else layers
+        if options.tensor_parallel_size == 4:
+            raise ValueError("a layout that does not divide")
+        gib, ms = 1.0, 10.0
+        if options.recipe:
+            gib, ms = {"agoq": (0.6, 10.0), "auto": (0.55, 10.5)}.get(str(options.recipe), (0.7, 8))
+        if options.checkpointing:
+            gib, ms = gib - 0.5, ms + 3
+        if options.precision == "bf16-true":
+            gib, ms = gib - 0.3, ms - 0.25
+        elif options.optimizer_state != "none":
+            gib, ms = gib - 0.25, ms - 0.5
+        gib = max(gib, 0.02)
+        if options.replica == "full":
+            gib += 0.2
+        bend = self.bend_gib if layers is None else 0.0
+        seconds = (5 + ms * count) / 1000
+        return Outcome(
+            device_nbytes=int((4 + gib * count + bend) * GIB),
+            seconds=seconds,
+            tokens_per_s=1000 / seconds,
+        )
+
+    def clock(self) -> float:
+        return self.now
+
+
+def found_by(
+    search: Any, gib: float, simulated: Simulated | None = None, **changed: Any
+) -> tuple[Alternatives, Simulated]:
+    simulated = simulated or Simulated()
+    options = changed.pop("options", OPTIONS)
+    changed = {"time_limit_s": 1e6, "model": MODEL, "machine": machine(), **changed}
+    setting = Setting(memory_nbytes=int(gib * GIB), clock=simulated.clock, **changed)
+    return search(options, simulated, setting), simulated
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+def written(options: RunOptions, place: Any, model: Model = MODEL) -> set[str]:
+    return {change.label for change in changes_of(options, place, model)}
+
+
+def test_changes_are_those_that_do_something() -> None:
+    alone = written(OPTIONS, machine(1, 1))
+    assert alone == {
+        *(f'ActivationQuantization("{name}")' for name in ("agoq", "auto", "coat", "fp8-4bit")),
+        "gradient_checkpointing_enable()",
+        'QuantizedPrecision(optimizer_state="expanded_fp8")',
+        '"bf16-true" with stochastic rounding and 8-bit states',
+    }
+    assert written(OPTIONS, machine(1, 1), Model()) == alone - {"gradient_checkpointing_enable()"}
+    two = written(OPTIONS, machine()) - alone
+    assert two == {
+        'weights="none"',
+        'replica="full"',
+        'gradients="none"',
+        *(f"QuantizedPipelineStrategy(pipeline_size={size})" for size in (2, 4, 8)),
+    }
+    assert 'replica="node"' in written(OPTIONS, machine(nvlink=False))
+    assert "local_steps=32" in written(OPTIONS, machine(gbit=1))
+    one = written(OPTIONS, machine(1, 8))  # of which NVLink leaves all exact
+    assert not any("weights=" in label or "gradients=" in label for label in one)
+    plain = OPTIONS.changed(weights="none", gradients="none")
+    first, *_ = in_turn(changes_of(plain, machine(), MODEL), FASTEST_FIRST)
+    assert (first.label, first.memory) == ('weights="qWD"', "more")
+    codes = [c for c in changes_of(plain, machine(), MODEL) if c.topic == "codes"]
+    assert codes[0].goes_with(codes[1])
+    assert not any("replica" in label or "local_steps" in label for label in one)
+
+
+def test_changes_follow_what_is_set() -> None:
+    options = OPTIONS.changed(
+        recipe="coat",
+        checkpointing=True,
+        optimizer_state="expanded_fp8",
+        precision="bf16-true",
+        accumulates=True,
+        reduce_every_microbatch=True,
+        local_steps=32,
+        weights=WeightQuantization(replica="full"),
+    )
+    found = {change.label: change for change in changes_of(options, machine(), MODEL)}
+    assert found["no ActivationQuantization"].memory == "more"
+    assert 'ActivationQuantization("coat")' not in found
+    assert "gradient_checkpointing_enable()" not in found
+    assert not any("optimizer_state" in label or "bf16" in label for label in found)
+    assert found["reduce_every_microbatch=False"].memory == "more"
+    assert found['QuantizedPrecision(gradient_buffer="int8")'].memory == "less"
+    assert "local_steps=None" in found
+    assert found['replica="node"'].choices == {"weights": WeightQuantization(replica="node")}
+    own = OPTIONS.changed(recipe=ActivationPolicy(norm=None))
+    assert written(own, machine(1, 1)) & {"no ActivationQuantization"}
+    assert not any("Quantization(" in label for label in written(own, machine(1, 1)))
+    ddp = RunOptions(strategy="DDPStrategy")
+    assert 'strategy="quantized_fsdp"' in written(ddp, machine())
+    assert not any("weights" in label for label in written(ddp, machine()) if "bf16" not in label)
+
+
+def test_layouts_divide_the_ranks() -> None:
+    model = Model(layers=4, can_cut_layers=True)
+    found = written(OPTIONS, machine(3, 4), model)
+    assert {f'tensor_parallel_size={n}, tensor_parallel="auto"' for n in (2, 4)} <= found
+    assert "tensor_parallel_size=8" not in "".join(found)
+    assert "QuantizedPipelineStrategy(pipeline_size=3)" in found  # a stage per node
+    assert "pipeline_size=8" not in "".join(found)  # more than layers
+    pipeline = RunOptions(
+        strategy="quantized_pipeline",
+        pipeline_size=3,
+        others={"schedule": "gpipe", "seed": 1},
+        tensor_parallel_size=2,
+    )
+    changes = {change.label: change for change in changes_of(pipeline, machine(3, 4), model)}
+    assert "QuantizedPipelineStrategy(pipeline_size=3)" not in changes
+    back = pipeline.changed(**changes['strategy="quantized_fsdp"'].choices)
+    assert (back.others, back.pipeline_size) == ({"seed": 1}, 1)
+    assert back.trainer_overrides()["strategy"].given["tensor_parallel_size"] == 2
+    assert "tensor_parallel_size=1" in changes
+    forth = OPTIONS.changed(others={"reshard_after_forward": False, "seed": 1}, local_steps=4)
+    (to,) = (c for c in changes_of(forth, machine(), MODEL) if c.label.endswith("size=4)"))
+    strategy = forth.changed(**to.choices).trainer_overrides()["strategy"]
+    assert strategy.given == {"pipeline_size": 4, "seed": 1}
+
+
+def test_all_changes_can_be_made() -> None:
+    options = OPTIONS.changed(accumulates=True, weights="qWD", others={"units": ["Block"]})
+    model = replace(MODEL, can_cut_layers=True)
+    for change in changes_of(options, machine(gbit=1), model):
+        changed = options.changed(**change.choices)
+        assert changed.differences(options), change.label
+        overrides = changed.trainer_overrides()
+        trainer = Trainer(accelerator="cpu", devices=1, logger=False, **overrides)
+        read = RunOptions.of(trainer)
+        kept = {"checkpointing": changed.checkpointing, "accumulates": changed.accumulates}
+        assert read.changed(**kept) == changed, change.label
+
+
+def test_topics_take_turns_and_exclude_what_is_alike() -> None:
+    changes = changes_of(OPTIONS, machine(), MODEL)
+    last = in_turn(changes, FASTEST_FIRST)[-2:]  # where codes are on, they rarely slow a step
+    assert {change.topic for change in last} == {"weights", "gradients"}
+    turns = in_turn(changes, SMALLEST_FIRST)
+    assert turns[0].label == 'ActivationQuantization("agoq")'
+    assert len(turns) == len(changes)
+    topics = [change.topic for change in turns]
+    first = len(set(topics))
+    assert len(set(topics[:first])) == first
+    by_label = {change.label: change for change in changes}
+    agoq, coat = (by_label[f'ActivationQuantization("{name}")'] for name in ("agoq", "coat"))
+    states = by_label['QuantizedPrecision(optimizer_state="expanded_fp8")']
+    bf16 = by_label['"bf16-true" with stochastic rounding and 8-bit states']
+    assert agoq.goes_with(states)
+    assert not agoq.goes_with(coat)
+    assert not states.goes_with(bf16)  # both say what states are
+
+
+# --- estimates ------------------------------------------------------------------------------------
+
+
+def test_few_layers_are_continued_in_a_line() -> None:
+    simulated = Simulated()
+    estimate = Estimator(simulated, machine(), 32)
+    found, exact = estimate(OPTIONS), Simulated()(OPTIONS, None)
+    assert [layers for _, layers in simulated.calls] == [2, 3]
+    assert found.device_nbytes == pytest.approx(exact.device_nbytes, abs=2**10)
+    assert found.seconds == pytest.approx(exact.seconds)
+    assert found.tokens_per_s == pytest.approx(exact.tokens_per_s)
+
+
+def test_estimates_are_corrected_by_what_is_known() -> None:
+    simulated = Simulated(bend_gib=0.5)
+    estimate = Estimator(simulated, machine(), 32)
+    known = replace(simulated(OPTIONS, None), seconds=0.5)
+    estimate.compare(OPTIONS, known)
+    assert estimate.few_layers(OPTIONS) == (2, 3)
+    again = estimate(OPTIONS)
+    assert again.device_nbytes == pytest.approx(known.device_nbytes, abs=2**10)
+    assert again.seconds == pytest.approx(0.5)
+    assert again.tokens_per_s == pytest.approx(1000 / 0.5)
+
+
+@pytest.mark.parametrize(("logits_gib", "few"), [(0, (2, 3)), (10, (8, 9)), (20, None)])
+def test_more_layers_are_taken_where_few_miss_the_peak(
+    logits_gib: float, few: tuple[int, int] | None
+) -> None:
+    simulated = Simulated()
+
+    def evaluate(options: RunOptions, layers: int | None) -> Outcome:
+        found = simulated(options, layers)
+        return replace(found, device_nbytes=max(found.device_nbytes, int(logits_gib * GIB)))
+
+    estimate = Estimator(evaluate, machine(), 32)
+    known = evaluate(OPTIONS, None)
+    estimate.compare(OPTIONS, known)
+    assert estimate.few_layers(OPTIONS) == few
+    assert estimate(OPTIONS).device_nbytes == pytest.approx(known.device_nbytes, abs=2**10)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "few"),
+    [
+        (32, OPTIONS, (2, 3)),
+        (4, OPTIONS, None),
+        (0, OPTIONS, None),
+        (32, RunOptions(strategy="quantized_pipeline", pipeline_size=4), (4, 8)),
+        (8, RunOptions(strategy="quantized_pipeline", pipeline_size=4), None),
+        (32, OPTIONS.changed(others={"split": [1, 31]}), None),
+    ],
+)
+def test_models_are_shortened_where_that_is_less(
+    layers: int, options: RunOptions, few: tuple[int, int] | None
+) -> None:
+    simulated = Simulated()
+    estimate = Estimator(simulated, machine(), layers)
+    assert estimate.few_layers(options) == few
+    estimate(options)
+    assert [each for _, each in simulated.calls] == ([None] if few is None else list(few))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, width)
+
+
+class Stack(LightningModule):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 4)
+        self.layers = layers
+
+
+class Later(LightningModule):
+    def configure_model(self) -> None:
+        self.layers = nn.ModuleList(Block() for _ in range(5))
+
+
+def test_layers_are_removed_from_the_end() -> None:
+    blocks = [Block() for _ in range(5)]
+    named = {f"b{index}": block for index, block in enumerate(blocks)}
+    for layers in (nn.ModuleList(blocks), nn.Sequential(*blocks), nn.ModuleDict(named)):
+        model = Stack(layers)
+        assert number_of_equal_layers(model) == 5
+        keep_layers(model, 2)
+        assert list(model.layers.children()) == blocks[:2]
+    assert number_of_equal_layers(Stack(nn.ModuleList([Block(), Block(5)]))) == 0
+    assert number_of_equal_layers(Stack(nn.Linear(2, 2))) == 0
+
+
+def test_a_shortened_run_has_few_layers_once_it_is_configured() -> None:
+    def build(overrides: Any) -> Any:
+        return overrides["trainer"], Later(), None
+
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    _, module, _ = with_layers(build, 2)({"trainer": trainer})
+    module.configure_model()
+    assert len(module.layers) == 2
+
+
+# --- what fits ------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_ranked_by_speed() -> None:
+    found, simulated = found_by(ranked, 60)
+    speeds = [each.outcome.tokens_per_s for each in found.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(each.outcome.device_nbytes <= 60 * GIB for each in found.fitting)
+    assert found.base in found.fitting
+    best = found.fitting[0]
+    assert {'QuantizedPrecision(optimizer_state="expanded_fp8")'} < set(best.changes)
+    assert best.options.recipe in ("coat", "fp8-4bit")
+    assert best.price.percent is not None
+    assert best.added.percent is not None
+    assert all(each.verified for each in found.fitting[:5])
+    assert not found.left_out
+    whole = [options for options, layers in simulated.calls if layers is None]
+    assert len(whole) <= 2 * 5
+    assert "as it is: " in str(found.base)
+    assert str(best).startswith(
+        f"{', '.join(best.changes)}: {best.outcome.device_nbytes / GIB:.1f}"
+    )
+
+
+def test_search_is_deterministic() -> None:
+    first, second = (found_by(ranked, 60)[1].calls for _ in range(2))
+    assert first == second
+    assert len(first) == len({(str(options), layers) for options, layers in first})  # none twice
+
+
+def test_refusals_are_told_and_others_raised() -> None:
+    found, _ = found_by(ranked, 60, model=replace(MODEL, can_cut_layers=True))
+    told = dict(found.refused)
+    assert told['tensor_parallel_size=4, tensor_parallel="auto"'] == "a layout that does not divide"
+    with pytest.raises(ValueError, match="does not divide"):
+        found_by(ranked, 60, options=OPTIONS.changed(tensor_parallel_size=4))
+
+    def broken(options: RunOptions, layers: int | None) -> Outcome:
+        raise KeyError("a defect")
+
+    with pytest.raises(KeyError):
+        ranked(OPTIONS, broken, Setting(machine=machine(), memory_nbytes=GIB))
+
+
+def test_time_is_limited_and_what_is_left_out_is_named() -> None:
+    simulated = Simulated()
+    base = simulated(OPTIONS, None)
+    found, simulated = found_by(ranked, 60, simulated, time_limit_s=40, base=base, base_s=5)
+    assert simulated.now <= 5 + 40
+    assert found.left_out
+    assert 'gradients="none"' in found.left_out
+    tried = {label for each in found.fitting for label in each.changes}
+    assert 'ActivationQuantization("fp8-4bit")' in tried  # what may be fastest comes first
+    assert found.fitting[0].verified
+    nothing, _ = found_by(ranked, 60, time_limit_s=1)
+    assert nothing.fitting == (nothing.base,)
+    assert not nothing.base.verified
+    assert "(estimated from few layers)" in str(nothing.base)
+
+
+def test_what_turns_out_too_large_makes_room() -> None:
+    found, _ = found_by(ranked, 37, Simulated(bend_gib=2), shown=2)
+    assert found.base.outcome.device_nbytes < 37 * GIB  # an estimate
+    verified = [each for each in found.too_large if each.verified]
+    assert all(each.outcome.device_nbytes <= 37 * GIB for each in found.fitting)
+    assert all(each.verified for each in found.fitting[:2])
+    assert all(each.outcome.device_nbytes > 37 * GIB for each in verified)
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+def test_cheapest_changes_come_first() -> None:
+    found, _ = found_by(remedies, 30)
+    assert found.base in found.too_large
+    assert found.base not in found.fitting
+    costs = [each.cost(found.base.outcome) for each in found.fitting]
+    assert costs == sorted(costs)
+    cheapest = found.fitting[0]
+    # as fast as "fp8-4bit", which costs more loss; agoq and states save less time
+    assert cheapest.changes == ('ActivationQuantization("coat")',)
+    for each in found.fitting[:3]:
+        assert each.verified
+        assert each.outcome.device_nbytes <= 30 * GIB
+    unmeasured = [bool(each.added.unmeasured) for each in found.fitting]
+    assert unmeasured == sorted(unmeasured)
+    assert any(unmeasured)  # bf16 weights with stochastic rounding
+
+
+def test_pairs_are_tried_where_no_change_is_enough() -> None:
+    found, _ = found_by(remedies, 18)
+    assert found.fitting
+    assert all(len(each.changes) == 2 for each in found.fitting)
+    assert found.fitting[0].changes == (
+        'ActivationQuantization("agoq")',
+        'QuantizedPrecision(optimizer_state="expanded_fp8")',
+    )
+
+
+def test_pairs_are_the_best_of_their_topics_and_save_memory() -> None:
+    found, _ = found_by(remedies, 18)
+    every = changes_of(OPTIONS, machine(), MODEL)
+    topic_of = {change.label: change.topic for change in every}
+    alone = {each.changes: each.outcome.device_nbytes for each in found.fitting + found.too_large}
+    pairs = [changes for changes in alone if len(changes) == 2]
+    topics = [frozenset(topic_of[label] for label in changes) for changes in pairs]
+    assert len(topics) == len(set(topics)) > 1
+    for changes in pairs:
+        assert all(alone[(label,)] < found.base.outcome.device_nbytes for label in changes)
+
+
+def test_all_is_tried_together_where_no_pair_is_enough() -> None:
+    found, _ = found_by(remedies, 5.0)
+    assert [len(each.changes) for each in found.fitting] == [3]
+    assert found.fitting[0].verified
+    nothing, _ = found_by(remedies, 4.0)
+    assert not nothing.fitting
+    assert len(nothing.too_large[0].changes) == 3
+    sizes = [each.outcome.device_nbytes for each in nothing.too_large]
+    assert sizes == sorted(sizes)
+
+
+def test_what_needs_more_memory_is_not_tried_where_nothing_fits() -> None:
+    _, simulated = found_by(remedies, 20)
+    assert not any(options.replica == "full" for options, _ in simulated.calls)
+    _, simulated = found_by(ranked, 20)
+    assert not any(options.replica == "full" for options, _ in simulated.calls)
+
+
+def test_cost_is_time_and_loss() -> None:
+    found, _ = found_by(remedies, 30)
+    base = found.base.outcome
+    for each in found.fitting:
+        unmeasured, cost = each.cost(base)
+        slower = 100 * (each.outcome.seconds / base.seconds - 1)
+        loss = max(0.0, each.added.percent or 0.0)
+        assert cost == pytest.approx(slower + PERCENT_OF_TIME * loss)
+        assert unmeasured == bool(each.added.unmeasured)
+
+
+def test_added_price_leaves_out_what_the_run_has_anyway() -> None:
+    found, _ = found_by(remedies, 30)
+    by_changes = {each.changes: each for each in found.fitting + found.too_large}
+    agoq = by_changes[('ActivationQuantization("agoq")',)]
+    assert agoq.added.percent == pytest.approx(0.09)
+    assert agoq.price.percent == pytest.approx(0.09 + (found.base.price.percent or 0))
+    exact = by_changes[("gradient_checkpointing_enable()",)]
+    assert (exact.added.percent, str(exact.added)) == (0.0, "0%")
+    plain = by_changes[('weights="none"',)]  # gradients alone, instead of both
+    assert plain.added.percent == pytest.approx(
+        (plain.price.percent or 0) - (found.base.price.percent or 0)
+    )
+    states = OptimizerQuantization(stochastic_rounding=True)
+    stochastic = [a for a in by_changes.values() if a.options.optimizer_state == states]
+    assert all("bf16 weights, stochastic" in each.added.unmeasured for each in stochastic)
