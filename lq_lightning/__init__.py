@@ -11,6 +11,8 @@ from lq_lightning._compat.requirements import unmet_requirements
 if (_unmet := unmet_requirements()) is not None:
     raise ImportError(_unmet)
 
+from typing import TYPE_CHECKING, Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lq_lightning.__about__ import __version__
@@ -55,6 +57,9 @@ from lq_lightning.plugins import FullyShardedPrecision, QuantizedPrecision
 from lq_lightning.plugins.precision import grad_norm
 from lq_lightning.strategies import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 
+if TYPE_CHECKING:
+    from lq_lightning.planning.plan import plan
+
 __all__ = [
     "AQSGDQuantization",
     "ActivationPlan",
@@ -88,6 +93,7 @@ __all__ = [
     "__version__",
     "grad_norm",
     "load_pretrained",
+    "plan",
     "plan_activations",
     "quantize_activations",
     "quantized_all_reduce_hook",
@@ -105,3 +111,12 @@ for _strategy, _description in (
 ):
     if _strategy.strategy_name not in StrategyRegistry:
         StrategyRegistry.register(_strategy.strategy_name, _strategy, description=_description)
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``plan`` when it is first used: it needs a simulator, which training does not."""
+    if name == "plan":
+        from lq_lightning.planning.plan import plan
+
+        return plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -203,6 +203,10 @@ class TextDataModule(pl.LightningDataModule):
             return round_up(self.settings.vocab_size)
         return self._tokenizer.vocab_size
 
+    def example_batch(self) -> Tensor:
+        """Return a batch of the right shape; ``lq-lightning plan`` reads no text."""
+        return torch.zeros(self.batch_size, self.block_size + 1, dtype=torch.int64)
+
     def prepare_data(self) -> None:
         """Prepare the text, on one rank of every node."""
         if self.tokens is None:

@@ -1,0 +1,599 @@
+"""``lq_lightning.plan``: memory, time, bytes and loss of a run, from steps that are simulated."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lq_lightning.callbacks.model_setup import AfterConfigureModel
+from lq_lightning.pipeline.schedules import stages_of_rank, training_program
+from lq_lightning.planning.alternatives import Alternative, Setting, ranked, remedies
+from lq_lightning.planning.changes import Model
+from lq_lightning.planning.config import (
+    BATCH_REMEDY,
+    Build,
+    OneBatch,
+    Overrides,
+    Program,
+    PythonRun,
+    UserRun,
+    describe,
+    find_batch,
+    parse_batch,
+)
+from lq_lightning.planning.estimates import Outcome, number_of_equal_layers, with_layers
+from lq_lightning.planning.machine import Machine, make_machine
+from lq_lightning.planning.memory import MemoryPeak, peak_memory
+from lq_lightning.planning.prices import Price, price_of
+from lq_lightning.planning.recorder import SimulationError
+from lq_lightning.planning.run_options import RunOptions, checkpointing_of
+from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
+from lq_lightning.planning.timing import StepTime, breakeven_rate, step_time
+from lq_lightning.planning.trace import Collective, Operator, Trace
+from lq_lightning.strategies.quantized_pipeline import PipelineLayout
+
+ANY_RATE = 1e12  # bytes/s, beyond all networks
+_MOST_STAGES = 4  # more are represented by the first, the middle and the last
+_DEFAULT_GPUS = 8
+_SHOWN, _REMEDIES = 6, 3
+_SEARCH_S = 120.0  # of this process, for what else would work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How the ranks of a run share it.
+
+    Attributes:
+        data_parallel: Ranks with data of their own.
+        tensor_parallel: Ranks that share each layer.
+        pipeline: Ranks along the pipeline.
+    """
+
+    data_parallel: int
+    tensor_parallel: int
+    pipeline: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Memory of a simulated rank, which stands for all of its stage.
+
+    Attributes:
+        rank: Number of the rank.
+        stage: Place in its pipeline, 0 without one.
+        peak: Where it needs the most.
+    """
+
+    rank: int
+    stage: int
+    peak: MemoryPeak
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossPrice:
+    """What codes cost in loss, against full precision.
+
+    Attributes:
+        percent: Measured change of the validation loss; None where nothing was measured.
+        error_percent: Its standard error; None where it is not known.
+        text: Both, and what was not measured.
+        source: Runs that measured it.
+    """
+
+    percent: float | None
+    error_percent: float | None
+    text: str
+    source: str
+
+    @classmethod
+    def of(cls, price: Price) -> LossPrice:
+        """Take over a price."""
+        percent, error = price.percent, price.error_percent
+        return cls(percent=percent, error_percent=error, text=str(price), source=price.source)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The run with other options.
+
+    Attributes:
+        changes: What to change, as users write it; empty for the run as it is.
+        device_nbytes: Memory of the fullest rank.
+        seconds: Time of a step.
+        tokens_per_s: Tokens of all ranks per second.
+        price: What its codes cost in loss.
+        is_verified: Whether all layers were simulated, and not a few.
+    """
+
+    changes: tuple[str, ...]
+    device_nbytes: int
+    seconds: float
+    tokens_per_s: float
+    price: LossPrice
+    is_verified: bool
+
+    @classmethod
+    def of(cls, found: Alternative) -> Choice:
+        """Take over what was found."""
+        return cls(
+            changes=found.changes,
+            device_nbytes=found.outcome.device_nbytes,
+            seconds=found.outcome.seconds,
+            tokens_per_s=found.outcome.tokens_per_s,
+            price=LossPrice.of(found.price),
+            is_verified=found.verified,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a run needs: memory, time, bytes and loss, each with its uncertainty.
+
+    Attributes:
+        name: The run.
+        machine: Where it runs.
+        layout: How ranks share it.
+        memory: Peak of a rank of each stage; of the first, middle and last of more than four.
+        step: Time of an optimizer step, and bytes that a node sends in it.
+        microbatches: Forward passes of a step and rank.
+        tokens_per_step: Tokens, or samples of a model without any, of all ranks.
+        tokens: Of the whole run; None where its end is not known.
+        codes_pay_below: Rate of a node's link, in bytes/s, up to which coded communication is
+            faster, at most 1e12; None where nothing is coded between nodes, or where nothing else
+            was simulated.
+        price: Loss against full precision.
+        alternatives: Options that fit, the fastest first.
+        remedies: Changes by which a run fits that does not, the cheapest first.
+        batch: Shapes of a batch of one rank, and where they are from.
+        notes: What could not be tried, and what is not as it was asked for.
+    """
+
+    name: str
+    machine: Machine
+    layout: Layout
+    memory: tuple[RankMemory, ...]
+    step: StepTime
+    microbatches: int
+    tokens_per_step: int
+    tokens: int | None
+    price: LossPrice
+    codes_pay_below: float | None = None
+    alternatives: tuple[Choice, ...] = ()
+    remedies: tuple[Choice, ...] = ()
+    batch: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.machine.nodes * self.machine.gpus_per_node
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory that it is most likely to need."""
+        return all(m.peak.device_nbytes <= self.machine.gpu.memory_nbytes for m in self.memory)
+
+    @property
+    def surely_fits(self) -> bool:
+        """Whether the upper ends of the intervals fit as well."""
+        return all(m.peak.high_nbytes <= self.machine.gpu.memory_nbytes for m in self.memory)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Memory of the fullest rank, and time."""
+        return Outcome(
+            device_nbytes=max(rank.peak.device_nbytes for rank in self.memory),
+            seconds=self.step.seconds,
+            tokens_per_s=self.tokens_per_s,
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second."""
+        return self.tokens_per_step / self.step.seconds
+
+    @property
+    def run_s(self) -> float | None:
+        """Seconds of the whole run."""
+        return None if self.tokens is None else self.tokens / self.tokens_per_s
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours of all GPUs together."""
+        return None if self.run_s is None else self.run_s * self.world_size / 3600
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the plan as JSON, with what follows from it, and write it to ``path``."""
+        derived = ("world_size", "fits", "surely_fits", "tokens_per_s", "run_s", "gpu_hours")
+        content = asdict(self) | {name: getattr(self, name) for name in derived}
+        text = json.dumps(content, indent=1, allow_nan=False)
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what :meth:`to_json` returned."""
+        read: Plan = _decode(cls, json.loads(text))
+        return read
+
+    def __str__(self) -> str:
+        """Return a report of lines of up to 100 columns."""
+        from lq_lightning.planning.report import lines_of
+
+        return "\n".join(lines_of(self))
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    """Make the value of a type from what JSON made of it."""
+    origin, args = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        names = [each.name for each in fields(kind) if each.name in value]
+        return kind(**{name: _decode(hints[name], value[name]) for name in names})  # type: ignore[operator]
+    if origin is tuple:
+        kinds = [args[0]] * len(value) if args[-1] is ... else args
+        return tuple(_decode(each, part) for each, part in zip(kinds, value, strict=True))
+    if origin is not None and issubclass(dict, origin):
+        return {name: _decode(args[1], part) for name, part in value.items()}
+    if NoneType in args:
+        some = next(each for each in args if each is not NoneType)
+        return None if value is None else _decode(some, value)
+    return value
+
+
+# --- simulation -----------------------------------------------------------------------------------
+
+
+def plan(
+    module: LightningModule | Callable[[], LightningModule],
+    *,
+    trainer: Mapping[str, Any] | None = None,
+    data: Any = None,
+    batch: Any = None,
+    gpu: str | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    network: str | float | None = None,
+    profile: str | Path | None = None,
+    tokens: float | None = None,
+    alternatives: bool = True,
+) -> Plan:
+    """Simulate a few steps of a run on any machine, and return what it needs.
+
+    Nothing is allocated, computed or downloaded: ``Trainer.fit`` runs on tensors without memory as
+    one rank of each stage, with the real strategy, plugins, callbacks and optimizer.
+
+    Args:
+        module: The LightningModule, or a function that makes one.
+        trainer: Arguments of the Trainer, such as ``strategy``, ``plugins``, ``callbacks``,
+            ``precision``, ``accumulate_grad_batches``; devices and nodes are those below.
+        data: Training data as ``fit`` takes them, for the shapes of a batch.
+        batch: A batch of one rank instead, or its shapes: ``"input_ids:int64[4,1024]"``.
+        gpu: Name of the GPU, such as ``"H100"``.
+        nodes: Number of nodes; by default those of ``trainer``.
+        gpus_per_node: GPUs of a node; by default the devices of ``trainer``, else 8.
+        network: Rate of each node's link to the others, such as ``"25gbit"``.
+        profile: JSON file that ``lq-lightning doctor`` wrote on such a machine.
+        tokens: Tokens of the whole run; by default those of ``max_steps``.
+        alternatives: Also simulate what else would work.
+
+    Raises:
+        ValueError: an argument cannot be used, the model cannot be built, or a layout does not
+            divide the ranks.
+    """
+    run = PythonRun(module=module, trainer=trainer or {}, data=data)
+    machine: dict[str, Any] = {"gpu": gpu, "nodes": nodes, "gpus_per_node": gpus_per_node}
+    machine |= {"network": network, "profile": profile}
+    return plan_run(run, machine, batch=batch, tokens=tokens, alternatives=alternatives)
+
+
+def plan_run(
+    run: Program | PythonRun,
+    machine: Mapping[str, Any],
+    *,
+    batch: Any = None,
+    tokens: float | None = None,
+    alternatives: bool = True,
+) -> Plan:
+    """Plan a run; ``machine`` are arguments of :func:`make_machine`.
+
+    Raises:
+        ValueError: as :func:`plan`.
+    """
+    own, module, data = run.look()
+    place = make_machine(**_with_layout(machine, own))
+    if batch is None:
+        batch, origin = find_batch(module, data)
+    else:
+        batch, origin = parse_batch(batch) if isinstance(batch, str) else batch, "`batch`"
+    simulations = Simulations(run=run, batch=batch, origin=origin, machine=place)
+    simulated = simulations()
+    per_step = simulated.tokens_per_step
+    if tokens is None and own.get("max_steps", -1) > 0:
+        tokens = own["max_steps"] * per_step
+    result = Plan(
+        name=run.name,
+        machine=place,
+        layout=simulated.layout,
+        memory=simulated.memory(place),
+        step=simulated.step_time(place),
+        microbatches=simulated.microbatches,
+        tokens_per_step=per_step,
+        tokens=None if tokens is None else int(tokens),
+        price=LossPrice.of(price_of(simulated.options, place)),
+        batch=f"{describe(batch)} from {origin}",
+    )
+    return _with_alternatives(result, simulated, simulations) if alternatives else result
+
+
+def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulations) -> Plan:
+    """Add what else would work, and the network on which codes pay."""
+    machine, options = plan.machine, simulated.options
+    search = ranked if plan.fits else remedies
+    setting = Setting(
+        machine=machine,
+        memory_nbytes=machine.gpu.memory_nbytes,
+        model=simulated.model,
+        base=plan.outcome,
+        base_s=simulated.took_s,
+        shown=_SHOWN if plan.fits else _REMEDIES,
+        time_limit_s=_SEARCH_S,
+        clock=time.process_time,
+    )
+    found = search(options, simulations.evaluate, setting)
+    choices = tuple(Choice.of(each) for each in found.fitting)
+    notes = plan.notes
+    if not choices:
+        notes += (f"None of {len(found.too_large) - 1} other choices that were tried fits.",)
+    if found.left_out:
+        notes += (f"There was no time to try {'; '.join(found.left_out)}.",)
+    return replace(
+        plan,
+        codes_pay_below=codes_pay_below(simulated, simulations),
+        alternatives=choices[:_SHOWN] if plan.fits else (),
+        remedies=() if plan.fits else choices[:_REMEDIES],
+        notes=notes,
+    )
+
+
+def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None:
+    """The rate of links between nodes up to which coded communication is faster."""
+    options, machine = coded.options, simulations.machine
+    plain = {"weights": "none", "gradients": "none"}
+    plain |= {"forward_codec": "none", "backward_codec": "none"}
+    if (
+        machine.nodes == 1
+        or not options.is_ours
+        or not options.differences(options.changed(**plain))
+    ):
+        return None
+    without = simulations(options.changed(**plain))
+    return min(ANY_RATE, breakeven_rate(coded.seconds, without.seconds, machine))
+
+
+def _with_layout(machine: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the nodes and devices that the Trainer has."""
+    devices, nodes = own.get("devices", "auto"), own.get("num_nodes", 1)
+    count = len(devices) if isinstance(devices, (list, tuple)) else devices
+    count = int(count) if str(count).isdigit() else _DEFAULT_GPUS
+    known = dict(machine)
+    if known.get("profile") is None:
+        known["nodes"] = nodes if known.get("nodes") is None else known["nodes"]
+        if known.get("gpus_per_node") is None:
+            known["gpus_per_node"] = count
+    return known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """A run as some of its ranks do it.
+
+    Attributes:
+        ranks: Their numbers.
+        places: Their places in the pipeline.
+        traces: What they do.
+        layout: How all ranks share the run.
+        pipeline: The pipeline as one of them sees it; None without one.
+        options: What was chosen.
+        model: What the model lets one choose.
+        took_s: Seconds that the simulation took.
+    """
+
+    ranks: tuple[int, ...]
+    places: tuple[int, ...]
+    traces: tuple[Trace, ...]
+    layout: Layout
+    pipeline: PipelineLayout | None
+    options: RunOptions
+    model: Model
+    took_s: float
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks."""
+        trace = self.traces[0]
+        return trace.tokens * trace.microbatches * self.layout.data_parallel
+
+    @property
+    def microbatches(self) -> int:
+        """Forward passes of a step and rank."""
+        cut = {e.action[2] for e in self.traces[0].events if isinstance(e, Operator) and e.action}
+        return self.traces[0].microbatches * max(1, len(cut))
+
+    def memory(self, machine: Machine) -> tuple[RankMemory, ...]:
+        """Peaks of the ranks."""
+        simulated = zip(self.ranks, self.places, self.traces, strict=True)
+        return tuple(
+            RankMemory(rank=rank, stage=place, peak=peak_memory(trace, machine))
+            for rank, place, trace in simulated
+        )
+
+    def step_time(self, machine: Machine) -> StepTime:
+        """Time of a step."""
+        if self.pipeline is None:
+            return step_time(self.traces[0], machine)
+        line = self.pipeline
+        count = self.microbatches // self.traces[0].microbatches
+        program = training_program(line.schedule, line.pipeline_size, count, line.stages_per_rank)
+        return step_time(
+            [self.trace_at(place) for place in range(line.pipeline_size)], machine, program
+        )
+
+    def seconds(self, machine: Machine) -> float:
+        """Expected time of a step."""
+        return self.step_time(machine).seconds
+
+    def trace_at(self, place: int) -> Trace:
+        """Trace of a place in the pipeline: its own, or that of the middle as if it were there."""
+        if place in self.places:
+            return self.traces[self.places.index(place)]
+        if self.pipeline is None:
+            raise AssertionError("without a pipeline there is one place")
+        middle, trace = self.places[1], self.traces[1]
+        line, size = self.pipeline, self.pipeline.pipeline_size
+        stages = [
+            stages_of_rank(line.schedule, each, size * line.stages_per_rank, size)
+            for each in (middle, place)
+        ]
+        moved = dict(zip(*stages, strict=True))
+
+        def move(event: Any) -> Any:
+            if not isinstance(event, (Operator, Collective)) or event.action is None:
+                return event
+            kind, stage, microbatch = event.action
+            return replace(event, action=(kind, moved[stage], microbatch))
+
+        return replace(trace, events=[move(event) for event in trace.events])
+
+
+class _Observer(Callback):
+    """Notes what is known of a run between its start and its end."""
+
+    options: RunOptions
+
+    def __init__(self) -> None:
+        self.pipeline: PipelineLayout | None = None
+        self.replicas = 1
+        self.model = Model()
+
+    def see(self, run: UserRun) -> None:
+        """Look at a run that has not begun."""
+        self.options = RunOptions.of(run[0], run[1])
+        AfterConfigureModel(run[1], self._see_model)
+
+    def _see_model(self, module: LightningModule) -> None:
+        plans = ("tensor_parallel_plan", "base_model_tp_plan")
+        parts = [part for m in module.modules() for part in (m, getattr(m, "config", None))]
+        self.model = Model(
+            layers=number_of_equal_layers(module),
+            can_checkpoint=checkpointing_of(module) is not None,
+            can_cut_layers=any(getattr(part, name, None) for part in parts for name in plans),
+        )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.pipeline = getattr(trainer.strategy, "pipeline", None)
+        shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        self.replicas = int(shares.get("num_replicas", 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulations:
+    """Simulates a run with its own options or others.
+
+    Attributes:
+        run: The user's run.
+        batch: Batch of a rank.
+        origin: Where its shapes are from.
+        machine: Where it runs.
+    """
+
+    run: Program | PythonRun
+    batch: Any
+    origin: str
+    machine: Machine
+
+    def __call__(self, options: RunOptions | None = None, layers: int | None = None) -> Simulation:
+        """Simulate one rank of each stage, or of the first, the middle and the last of many.
+
+        Args:
+            options: In place of the user's.
+            layers: Only so many of the model's layers.
+
+        Raises:
+            ValueError: the run cannot be simulated.
+        """
+        began = time.process_time()
+        run = self.run if options is None else self.run.with_change(options.change)
+        build: Build = run if layers is None else with_layers(run, layers)
+        observer = _Observer()
+        traces = [self._trace(build, observer, 0)]
+        pipeline, world_size = observer.pipeline, self.machine.nodes * self.machine.gpus_per_node
+        size = 1 if pipeline is None else pipeline.pipeline_size
+        places = tuple(range(size)) if size <= _MOST_STAGES else (0, size // 2, size - 1)
+        ranks = tuple(place * (world_size // size) for place in places)
+        options, model = observer.options, observer.model
+        traces += [self._trace(build, observer, rank, traces[0]) for rank in ranks[1:]]
+        layout = Layout(
+            data_parallel=observer.replicas,
+            tensor_parallel=max(1, world_size // (size * observer.replicas)),
+            pipeline=size,
+        )
+        return Simulation(
+            ranks=ranks,
+            places=places,
+            traces=tuple(traces),
+            layout=layout,
+            pipeline=pipeline,
+            options=options,
+            model=model,
+            took_s=time.process_time() - began,
+        )
+
+    def evaluate(self, options: RunOptions, layers: int | None) -> Outcome:
+        """Memory and time of the run with other options."""
+        simulated = self(options, layers)
+        seconds = simulated.seconds(self.machine)
+        return Outcome(
+            device_nbytes=max(r.peak.device_nbytes for r in simulated.memory(self.machine)),
+            seconds=seconds,
+            tokens_per_s=simulated.tokens_per_step / seconds,
+        )
+
+    def _trace(
+        self, build: Build, observer: _Observer, rank: int, first: Trace | None = None
+    ) -> Trace:
+        def observed(overrides: Overrides) -> UserRun:
+            callbacks = [*overrides["callbacks"], observer]
+            trainer, module, _ = build({**overrides, "callbacks": callbacks})
+            observer.see((trainer, module, None))
+            return trainer, module, OneBatch(self.batch)
+
+        place = SimulatedRank(
+            rank=rank,
+            world_size=self.machine.nodes * self.machine.gpus_per_node,
+            gpus_per_node=self.machine.gpus_per_node,
+            nvlink=self.machine.nvlink,
+        )
+        try:
+            return simulate_fit(observed, place, first=first)
+        except (ValueError, NotImplementedError):
+            raise  # in words of ours, or of the user's
+        except SimulationError as error:
+            raise ValueError(f"{self.run.name} cannot be simulated: {error}") from error
+        except Exception as error:
+            raise ValueError(
+                f"{self.run.name} cannot be simulated: its training step raises "
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}. "
+                f"The batch was taken from "
+                f"{self.origin}: {describe(self.batch)}. {BATCH_REMEDY}"
+            ) from error

@@ -1,0 +1,180 @@
+"""Plans of small runs: their numbers, their JSON and their text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+import lq_lightning
+from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy, QuantizedPrecision
+from lq_lightning.planning import plan as planning
+from lq_lightning.planning.config import PythonRun
+from lq_lightning.planning.machine import make_machine
+from lq_lightning.planning.memory import KINDS
+from lq_lightning.planning.plan import Choice, LossPrice, Plan, Simulations
+from lq_lightning.planning.trace import Operator
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(LightningModule):
+    def __init__(self, layers: int = 2, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 32)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embedding(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.fixture(scope="module")
+def small() -> Plan:
+    trainer = {
+        "strategy": QuantizedFSDPStrategy(units=["Block"], min_quantized_numel=64),
+        "plugins": [QuantizedPrecision("bf16-mixed", gradient_buffer="int8")],
+        "accumulate_grad_batches": 2,
+        "max_steps": 10,
+        "devices": 2,
+        "num_nodes": 2,
+    }
+    return lq_lightning.plan(
+        Net(), trainer=trainer, batch="int64[4,8]", network="1gbit", alternatives=False
+    )
+
+
+def test_numbers_belong_to_all_ranks(small: Plan) -> None:
+    assert small.world_size == small.layout.data_parallel == 4
+    assert (small.machine.nodes, small.machine.gpus_per_node) == (2, 2)
+    assert small.microbatches == 2
+    assert small.tokens_per_step == 4 * 8 * 2 * 4
+    assert small.tokens == 10 * small.tokens_per_step
+    assert small.run_s == pytest.approx(10 * small.step.seconds)
+    assert small.gpu_hours == pytest.approx(4 * 10 * small.step.seconds / 3600)
+    assert small.tokens_per_s == pytest.approx(small.tokens_per_step / small.step.seconds)
+    (rank,) = small.memory
+    assert sum(rank.peak.kinds.values()) == rank.peak.device_nbytes
+    assert rank.peak.kinds["optimizer states"] > 0
+    assert set(rank.peak.kinds) <= set(KINDS)
+    assert sum(small.step.parts.values()) == pytest.approx(small.step.seconds, rel=1e-3)
+    assert small.step.sent_between_nbytes > 0
+    assert small.fits
+    assert small.price.percent is not None
+
+
+def test_json_keeps_everything(small: Plan) -> None:
+    choice = Choice(
+        changes=("a=1",),
+        device_nbytes=3,
+        seconds=0.5,
+        tokens_per_s=6.0,
+        price=LossPrice(percent=None, error_percent=None, text="not measured", source=""),
+        is_verified=False,
+    )
+    plan = replace(small, alternatives=(choice,), codes_pay_below=1e9, notes=("x",))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_text_names_what_does_not_fit(small: Plan) -> None:
+    assert "It fits in the" in str(small)
+    little = replace(small.machine, gpu=replace(small.machine.gpu, memory_nbytes=2**20))
+    price = LossPrice(percent=0.1, error_percent=0.2, text="+0.10 ± 0.20%", source="")
+    changes = ("gradient_checkpointing_enable()", 'QuantizedPrecision(optimizer_state="fp8")')
+    choice = Choice(
+        changes=changes,
+        device_nbytes=2**30,
+        seconds=0.25,
+        tokens_per_s=1e6,
+        price=price,
+        is_verified=True,
+    )
+    shown = str(replace(small, machine=little, remedies=(choice,), notes=("y " * 80,)))
+    assert "DOES NOT FIT" in shown
+    row = next(line for line in shown.splitlines() if "gradient_checkpointing" in line)
+    assert row.split()[1:] == ["1.00", "250.0", "1,000,000", "+0.10", "±", "0.20%"]
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_the_fullest_machine_decides_between_fitting_surely_and_perhaps(small: Plan) -> None:
+    peak = small.memory[0].peak
+    between = (peak.device_nbytes + peak.high_nbytes) // 2
+    close = replace(small.machine, gpu=replace(small.machine.gpu, memory_nbytes=between))
+    plan = replace(small, machine=close)
+    assert plan.fits
+    assert not plan.surely_fits
+    assert "It may just fit" in str(plan)
+
+
+def _pipeline(size: int) -> Any:
+    strategy = QuantizedPipelineStrategy(
+        pipeline_size=size, num_microbatches=size, forward_codec="none", backward_codec="none"
+    )
+    run = PythonRun(module=lambda: Net(layers=size), trainer={"strategy": strategy})
+    machine = make_machine("H100", nodes=size, gpus_per_node=1, network="1gbit")
+    batch = torch.zeros(size, 4, dtype=torch.int64)
+    return Simulations(run=run, batch=batch, origin="here", machine=machine)(), machine
+
+
+def test_ranks_in_the_middle_of_a_pipeline_are_alike() -> None:
+    simulated, machine = _pipeline(6)
+    assert simulated.ranks == simulated.places == (0, 3, 5)
+    assert simulated.microbatches == 6
+    assert simulated.layout.pipeline == 6
+    assert simulated.tokens_per_step == 6 * 4
+    step = simulated.step_time(machine)
+    rows = {row for row, *_ in step.timeline if row.startswith("rank")}
+    assert len(rows) == 6
+    events = simulated.trace_at(4).events
+    stages = {e.action[1] for e in events if isinstance(e, Operator) and e.action}
+    assert stages == {4}
+    assert len(simulated.memory(machine)) == 3
+
+
+def test_other_options_are_simulated_in_place_of_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = make_machine("H100", nodes=2, gpus_per_node=2, network="1gbit")
+    run = PythonRun(module=Net, trainer={"strategy": "quantized_fsdp", "precision": "bf16-mixed"})
+    batch = torch.zeros(4, 8, dtype=torch.int64)
+    simulations = Simulations(run=run, batch=batch, origin="here", machine=machine)
+    simulated = simulations(layers=1)
+    assert simulated.options.strategy == "quantized_fsdp"
+    assert simulated.model.layers == 1
+    plain = simulated.options.changed(weights="none", gradients="none", recipe="agoq")
+    outcome = simulations.evaluate(plain, 1)
+    assert outcome.tokens_per_s == pytest.approx(simulated.tokens_per_step / outcome.seconds)
+    rate = planning.codes_pay_below(simulated, simulations)
+    assert rate is None or rate > 0
+
+
+def test_what_cannot_be_simulated_is_said() -> None:
+    class Branches(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx)[torch.nonzero(self.head.bias)].sum()
+
+    for module, said in ((Branches, "cannot be simulated"), (nn.Identity, "not")):
+        with pytest.raises(ValueError, match=said):
+            lq_lightning.plan(
+                module,  # type: ignore[arg-type]
+                trainer={"devices": 1},
+                batch="int64[2,4]",
+                alternatives=False,
+            )
