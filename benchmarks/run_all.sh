@@ -13,13 +13,14 @@ usage: run_all.sh [-o FOLDER] [PART...] [-- OPTIONS]
              two GPUs, with tensor parallelism:  memory (saved activations, states, sums), recipes,
              layouts, trainer, reductions (two emulated nodes, whose ranks share the GPUs: start
              CUDA's MPS before), errors (on the CPU); with TINY=1 all at a tiny size on the CPU
+             plans (short runs beside their plans; needs no MPS), papers (their tables, on the CPU)
              one GPU of 141 GB:  table, long, coat (saved activations; libraries to compare with:
              liger-kernel, torchao)
              emulated hosts:  stages2, stages4 (pipelines; where stages share GPUs, CUDA's MPS lets
              them compute side by side), split (split learning, on CPUs)
   OPTIONS    more for slow_network.py: `-- --preset cpu` where there are no GPUs
 
-`rates`, `slow`, `compile`, `gradients`, `layouts`, `trainer`, `reductions` and emulated hosts use benchmarks/nodes.sh, which needs root,
+`rates`, `slow`, `compile`, `gradients`, `layouts`, `trainer`, `reductions`, `plans` and emulated hosts use benchmarks/nodes.sh, which needs root,
 ip and tc (package iproute2). `slow` compares with DDP, PowerSGD among its hooks, and with local
 steps; the model has to fit on every GPU. PYTHON names the interpreter (default: python3). A part that fails or takes
 longer than its limit is named at the end; the others still run, and the exit status is 1.
@@ -44,7 +45,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
         nvlink | rates | slow | compile | memory | gradients | kernels) parts+=("$1") ;;
         table | long | coat | stages2 | stages4 | split) parts+=("$1") ;;
-        recipes | layouts | trainer | reductions | errors) parts+=("$1") ;;
+        recipes | layouts | trainer | reductions | errors | plans | papers) parts+=("$1") ;;
         *) usage >&2; exit 2 ;;
     esac
     shift
@@ -127,6 +128,16 @@ errors() {  # SDP4Bit's table 3, COAT's table 1
     [ -z "${TINY:-}" ] || steps=2
     timeout 500 "$PYTHON" benchmarks/code_errors.py --steps $steps ${TINY:+--tiny} \
         --json "$results/code_errors.json"
+}
+plans() {  # what is planned later, elsewhere, too: `--only-plan` goes on with the report
+    local only=(--only-measure)
+    [ -z "${TINY:-}" ] || only=(--tiny --steps 3 --only "GPT-125M;pipeline, 2 nodes, 10gbit")
+    timeout 580 "$PYTHON" benchmarks/plan_accuracy.py "${only[@]}" --json "$results/plan_accuracy.json"
+}
+papers() {
+    local only=()
+    [ -z "${TINY:-}" ] || only=(--only COAT --row "7B, 4 GPUs, BF16: all")
+    timeout 3600 "$PYTHON" benchmarks/plan_papers.py "${only[@]}" --json "$results/plan_papers.json"
 }
 gradients() {
     local status=0 rate

@@ -41,6 +41,8 @@ ROWS = {
     "long_context": ("rows", ""),
     "memory": ("models", "model"),
     "optimizer": ("cases", ""),
+    "plan_accuracy": ("shown", ""),
+    "plan_papers": ("rows", ""),
     "pretrained": ("rows", ""),
     "pretrained_boundaries": ("rows", ""),
     "slow_network": ("rows", ""),
@@ -272,7 +274,7 @@ def loss_details(runs: Runs) -> str:
     return "".join(f"\n\n{title}\n{text}" for title, text in parts.items())
 
 
-# --- fine-tuning (fine_tuning.py) -----------------------------------------------------------------
+# --- fine-tuning ----------------------------------------------------------------------------------
 
 BF16, LORA = "bf16", "LoRA, "
 FINE_TUNING_HEADER = ("row", "seeds", "loss", "+ nats", "+ %", "right, %", "+ points")

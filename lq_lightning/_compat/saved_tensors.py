@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -209,6 +209,31 @@ def graph_nodes(output: Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             stack += [child for child, _ in node.next_functions]
+
+
+def kept_tensors(output: Tensor, besides: tuple[str, ...] = ()) -> Iterator[Tensor]:
+    """Tensors that a graph keeps for backward, as hooks have packed them; some more than once.
+
+    Nodes whose names begin with one of ``besides`` are left out.
+    """
+    for node in graph_nodes(output):
+        for name in () if type(node).__name__.startswith(besides) else dir(node):
+            if name.startswith("_raw_saved"):
+                yield from _tensors_in(getattr(node, name), depth=4)
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, torch._C._autograd.SavedTensor):
+        yield from _tensors_in(getattr(value, "data", None), depth)
+    elif isinstance(value, Sequence | Mapping) and not isinstance(value, str | bytes):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(part, depth - 1)
+    elif depth > 0 and not isinstance(value, nn.Module | type):
+        slots = (n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ()))
+        parts = {name: getattr(value, name, None) for name in slots}
+        yield from _tensors_in(parts | getattr(value, "__dict__", {}), depth - 1)
 
 
 def _accumulates(node: Any) -> bool:

@@ -351,6 +351,13 @@ class QuantizedCommunication:
         """A snapshot of this rank's byte counters."""
         return self._context.traffic.snapshot()
 
+    @property
+    def replica_nbytes(self) -> int:
+        """Bytes of this rank's replicas of the weights."""
+        held = [g.replica.values for g in self._difference_gathers()]
+        storages = [values.untyped_storage() for values in held if values is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     def quantization_report(self) -> QuantizationReport:
         """Traffic of this rank, errors since the last report, and external weight updates."""
         sent, errors = self._context.traffic, self.errors()

@@ -45,6 +45,35 @@ def test_script_runs(run: Run, script: str, options: tuple[str, ...], shown: str
     assert shown in run(script, *options)
 
 
+@pytest.mark.parametrize(
+    "name", ["GPT-125M", pytest.param("GPT-1.3B, 2 nodes, 10gbit", marks=pytest.mark.slow)]
+)
+def test_plans_are_compared_with_runs(run: Run, tmp_path: Path, name: str) -> None:
+    """Measured and planned by processes of their own; a second call has nothing left to do."""
+    report = tmp_path / "report.json"
+    options = ("plan_accuracy.py", "--tiny", "--steps", "2", "--only", name, "--json", str(report))
+    run(*options, "--only-measure")
+    shown = run(*options)
+    assert f"{name}: step, ms" in shown
+    row = json.loads(report.read_text())["results"]["rows"][name]
+    lines = {line["name"]: line["difference"] for line in row["lines"]}
+    assert lines["weights"] == pytest.approx(0, abs=0.02)
+    assert lines["optimizer states"] == pytest.approx(0, abs=0.02)
+    assert lines.get("sent between nodes", 0) == 0
+    assert "planned" not in run(*options)
+
+
+def test_tables_of_papers_have_rows(load: Load) -> None:
+    papers = load("plan_papers")
+    rows = [row for table in papers.TABLES.values() for row in table()]
+    assert len({(row.table, row.name) for row in rows}) == len(rows) > 50
+    assert {row.cluster for row in rows} <= set(papers.CLUSTERS)
+    for row in rows:
+        for each in row.runs:
+            assert each.gpus % (each.stages * each.tensor_parallel) == 0
+            assert each.tokens > 0
+
+
 def test_script_that_needs_a_gpu_imports(load: Load) -> None:
     assert callable(load("optimizer").main)
 

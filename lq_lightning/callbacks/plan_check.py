@@ -1,0 +1,399 @@
+"""``Trainer(callbacks=[PlanCheck("plan.json")])``: what was planned, beside what a run measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lq_lightning._compat.layouts import held_by
+from lq_lightning._compat.saved_tensors import has_storage, kept_tensors, storage_key
+from lq_lightning._compat.tensor_parallel import TENSOR
+from lq_lightning.activations.hooks import WeightStorages
+from lq_lightning.foundation.parameters import is_copy_of_parameter
+
+_MOST_STEPS = 256  # whose times are kept
+_LOSS = ("LogSoftmax", "NllLoss")  # whose tensors the plan counts apart
+Unit = Literal["GiB", "ms", "MB", "tokens/s"]
+_SCALES: dict[Unit, float] = {"GiB": 2.0**30, "ms": 1e-3, "MB": 1e6, "tokens/s": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedLine:
+    """A prediction and its measurement, in bytes, seconds or tokens per second.
+
+    Attributes:
+        name: What is predicted.
+        unit: Unit of the table.
+        predicted: Value of the plan.
+        measured: Value of the run; None where it cannot be known.
+        low: Lower end of the plan's interval; None where the plan gives none.
+        high: Upper end.
+        note: Why the two cannot be compared.
+    """
+
+    name: str
+    unit: Unit
+    predicted: float
+    measured: float | None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """Relative deviation of the measurement from the plan; None where they are no match."""
+        if self.note or self.measured is None or not self.predicted:
+            return None
+        return self.measured / self.predicted - 1.0
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the interval contains the measurement; None without one of both."""
+        if self.note or self.measured is None or self.low is None or self.high is None:
+            return None
+        return self.low <= self.measured <= self.high
+
+    def cells(self) -> tuple[str, ...]:
+        """Texts of a row: name, predicted, interval, measured, difference, remark."""
+        scale = _SCALES[self.unit]
+
+        def text(value: float | None) -> str:
+            return "-" if value is None else _number(value / scale)
+
+        interval = "-" if self.low is None else f"{text(self.low)} to {text(self.high)}"
+        change = "-" if self.difference is None else f"{100 * self.difference:+.1f}%"
+        remark = "outside" if self.is_inside is False else self.note
+        measured = text(self.measured)
+        return f"{self.name}, {self.unit}", text(self.predicted), interval, measured, change, remark
+
+
+def _number(value: float) -> str:
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 4
+    return f"{value:,.{digits}f}"
+
+
+def checked_table(lines: Sequence[CheckedLine]) -> str:
+    """Return the lines as a table, with the names of those outside of their intervals below."""
+    header = ("", "predicted", "interval", "measured", "difference", "")
+    rows = [header, *(line.cells() for line in lines)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    texts = []
+    for name, *cells, remark in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True)]
+        texts.append("  ".join([name.ljust(widths[0]), *padded, remark]).rstrip())
+    outside = [line.name for line in lines if line.is_inside is False]
+    known = sum(line.is_inside is not None for line in lines)
+    if known:
+        where = f": not {', '.join(outside)}" if outside else ""
+        texts.append(
+            f"{known - len(outside)} of {known} intervals contain what was measured{where}"
+        )
+    return "\n".join(texts)
+
+
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    """What one rank measured.
+
+    Attributes:
+        stage: Place in its pipeline, 0 without one.
+        step_s: Median seconds of the steps after the first; None if there was one step.
+        peaks: Most bytes that were ``"allocated"``, ``"reserved"`` and of the ``"device"``; empty
+            without a GPU.
+        kinds: Bytes of live objects by kind.
+        sent_within: Bytes sent within the node per step; None if not all are counted.
+        sent_between: Bytes sent to other nodes per step, likewise.
+    """
+
+    stage: int = 0
+    step_s: float | None = None
+    peaks: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)
+    sent_within: float | None = None
+    sent_between: float | None = None
+
+
+class PlanCheck(Callback):
+    """Shows what ``lq-lightning plan`` predicted beside what was measured when ``fit`` ends.
+
+    Memory is the peak since the Trainer started and, by kind, the sizes of objects that live:
+    parameters, replicas, optimizer states, gradients, gradient sums, and what the graph of the
+    first micro-batch saves for backward. A step is the median of all after the first. Bytes are
+    those that the strategy counts. Without a GPU, memory of the device has no measurement.
+
+    Args:
+        plan: File of ``lq-lightning plan --json``, or its content. A file is read when training
+            ends, and need not exist before.
+        quiet: Whether to show no table; ``lines`` has it.
+
+    Attributes:
+        lines: Predictions and measurements of the last ``fit``; empty before it ends.
+        measured: What each rank measured.
+    """
+
+    def __init__(self, plan: str | Path | Mapping[str, Any], quiet: bool = False) -> None:
+        super().__init__()
+        self._plan, self._quiet = plan, quiet
+        self._device = torch.device("cpu")
+        self._marks: deque[Any] = deque(maxlen=_MOST_STEPS)
+        self._steps, self._casts = 0, 0
+        self._now = Measured()
+        self._traffic: Any = None
+        self.lines: list[CheckedLine] = []
+        self.measured: list[Measured] = []
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget the last run, and count peaks of memory from here on."""
+        self._now, self._traffic, self._steps, self._casts = Measured(), None, 0, 0
+        self._marks.clear()
+        self._device = trainer.strategy.root_device
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Tensor) -> None:
+        in_parts = getattr(trainer.strategy, "pipeline", None) is not None
+        if self._steps == 0 and not in_parts and "saved activations" not in self._now.kinds:
+            self._note_saved(pl_module, loss)
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
+        if self._steps == 0:
+            gradients = (p.grad for p in pl_module.parameters() if p.grad is not None)
+            self._now.kinds["gradients"] = _nbytes(gradients)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
+        buffer = getattr(trainer.precision_plugin, "gradient_buffer", None)
+        if buffer is not None and self._steps <= 1:
+            kept = max(self._now.kinds.get("gradient sums", 0), buffer.nbytes)
+            self._now.kinds["gradient sums"] = kept
+        if trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
+        self._marks.append(_mark(self._device))
+        if self._traffic is None:  # the first step gathers weights in full precision
+            self._traffic = _traffic(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Measure what is left, gather it, and show the table."""
+        self._finish(trainer, pl_module)
+        gathered: list[Any] = [self._now]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, self._now)
+        self.measured = gathered
+        if not trainer.is_global_zero:
+            return
+        plan = self._read()
+        if plan:
+            self.lines = compare(plan, self.measured)
+            if not self._quiet:
+                rank_zero_info(f"{type(self).__name__}\n{checked_table(self.lines)}")
+
+    def _read(self) -> Mapping[str, Any] | None:
+        if isinstance(self._plan, Mapping):
+            return self._plan
+        try:
+            found: Mapping[str, Any] = json.loads(Path(self._plan).read_text())
+        except (OSError, ValueError) as error:
+            rank_zero_warn(
+                f"`{type(self).__name__}({str(self._plan)!r})` has nothing to compare with: "
+                f"{error}. `lq-lightning plan CONFIG.yaml --json FILE` writes a plan."
+            )
+            return None
+        return found
+
+    def _note_saved(self, module: pl.LightningModule, loss: Tensor) -> None:
+        """Count what a graph keeps, but for the loss: activations, and autocast's weights."""
+        weights, kept = WeightStorages(module), [*kept_tensors(loss, _LOSS)]
+        saved = _nbytes(tensor for tensor in kept if not weights.holds(tensor))
+        self._now.kinds["saved activations"] = saved
+        copies = [tensor for tensor in kept if is_copy_of_parameter(tensor)]
+        own = [*module.parameters()]
+        self._casts = _nbytes([*own, *copies]) - _nbytes(own)
+
+    def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        now, strategy = self._now, trainer.strategy
+        pipeline = getattr(strategy, "pipeline", None)
+        now.stage = 0 if pipeline is None else pipeline.rank
+        now.kinds["weights"] = _nbytes(module.parameters()) + self._casts
+        now.kinds["optimizer states"] = sum(_state_nbytes(o) for o in trainer.optimizers)
+        communication = getattr(strategy, "communication", None)
+        now.kinds["replica"] = 0 if communication is None else communication.replica_nbytes
+        times = _seconds(self._marks)
+        now.step_s = statistics.median(times) if times else None
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            now.peaks["allocated"] = torch.cuda.max_memory_allocated(self._device)
+            now.peaks["reserved"] = torch.cuda.max_memory_reserved(self._device)
+            now.peaks["device"] = total - free
+        if self._traffic is not None and self._steps > 1 and _counts_all(trainer):
+            sent = _traffic(trainer).since(self._traffic)
+            if sent.weights_messages and sent.gradients_messages:
+                steps = self._steps - 1
+                now.sent_within = (sent.weights_intra + sent.gradients_intra) / steps
+                now.sent_between = (sent.weights_inter + sent.gradients_inter) / steps
+
+
+def _mark(device: torch.device) -> Any:
+    """Note this moment: on CUDA of the stream, so that the host runs ahead as in training."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds(marks: Iterable[Any]) -> list[float]:
+    """Seconds between marks; waits for the device."""
+    found = list(marks)
+    if found and not isinstance(found[0], float):
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(found[:-1], found[1:], strict=True)]
+    return [b - a for a, b in zip(found[:-1], found[1:], strict=True)]
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of distinct storages, of DTensors those of this rank."""
+    held = (held_by(tensor) for tensor in tensors)
+    storages = {storage_key(t): t.untyped_storage().nbytes() for t in held if has_storage(t)}
+    return sum(storages.values())
+
+
+def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    entries = optimizer.state.values()
+    return _nbytes(v for entry in entries for v in entry.values() if isinstance(v, Tensor))
+
+
+def _traffic(trainer: pl.Trainer) -> Any:
+    communication = getattr(trainer.strategy, "communication", None)
+    return None if communication is None else communication.traffic()
+
+
+def _counts_all(trainer: pl.Trainer) -> bool:
+    """Whether the quantized collectives count everything that is sent."""
+    mesh = getattr(trainer.strategy, "device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    alone = mesh is None or TENSOR not in names or mesh[TENSOR].size() == 1
+    return alone and getattr(trainer.strategy, "pipeline", None) is None
+
+
+# --- predicted beside measured --------------------------------------------------------------------
+
+# Kinds of the plan that objects of a run are counted as.
+_KINDS = {
+    "weights": ("weights", "master weights"),
+    "replica": ("replica",),
+    "optimizer states": ("optimizer states",),
+    "gradient sums": ("gradient sums",),
+    "gradients": ("gradients",),
+    "saved activations": ("saved activations",),
+}
+_NO_GPU = "there is no GPU"
+
+
+def compare(plan: Mapping[str, Any], measured: Sequence[Measured]) -> list[CheckedLine]:
+    """Return the predictions of a plan beside what its ranks measured.
+
+    Args:
+        plan: Content of a plan's JSON; empty for no lines.
+        measured: Of all ranks, in order. Of each stage and node the largest counts.
+    """
+    if not plan:
+        return []
+    lines: list[CheckedLine] = []
+    for rank in plan["memory"]:
+        of_stage = [each for each in measured if each.stage == rank["stage"]]
+        where = f" of stage {rank['stage']}" if len(plan["memory"]) > 1 else ""
+        lines += _memory_lines(rank["peak"], of_stage, where)
+    return [*lines, *_step_lines(plan, measured)]
+
+
+def _memory_lines(
+    peak: Mapping[str, Any], ranks: Sequence[Measured], where: str
+) -> Iterator[CheckedLine]:
+    intervals = {
+        "allocated": peak.get("allocated_interval", (None, None)),
+        "reserved": (None, None),
+        "device": (peak["low_nbytes"], peak["high_nbytes"]),
+    }
+    for kind, (low, high) in intervals.items():
+        found = [rank.peaks[kind] for rank in ranks if kind in rank.peaks]
+        yield CheckedLine(
+            name=f"peak {kind}{where}",
+            unit="GiB",
+            predicted=peak[f"{kind}_nbytes"],
+            low=low,
+            high=high,
+            measured=max(found, default=None),
+            note="" if found else _NO_GPU,
+        )
+    moments = [*peak["timeline"], ("", peak["kinds"])]
+    for kind, parts in _KINDS.items():
+        values = [rank.kinds[kind] for rank in ranks if kind in rank.kinds]
+        # those that are reduced are there when they are used
+        at = [m for part, m in moments if kind != "gradients" or part == "optimizer"]
+        predicted = max((sum(m.get(part, 0) for part in parts) for m in at), default=0)
+        if values and (predicted or max(values)):
+            yield CheckedLine(
+                name=kind + where, unit="GiB", predicted=predicted, measured=max(values)
+            )
+
+
+def _step_lines(plan: Mapping[str, Any], ranks: Sequence[Measured]) -> Iterator[CheckedLine]:
+    step, tokens = plan["step"], plan["tokens_per_step"]
+    times = [rank.step_s for rank in ranks if rank.step_s is not None]
+    took = max(times, default=None)
+    note = "" if any(rank.peaks for rank in ranks) else _NO_GPU
+    yield CheckedLine(
+        name="step",
+        unit="ms",
+        predicted=step["seconds"],
+        low=step["low_s"],
+        high=step["high_s"],
+        measured=took,
+        note=note,
+    )
+    yield CheckedLine(
+        name="speed",
+        unit="tokens/s",
+        predicted=tokens / step["seconds"],
+        low=tokens / step["high_s"],
+        high=tokens / step["low_s"],
+        measured=None if took is None else tokens / took,
+        note=note,
+    )
+    for name, predicted, values in (
+        ("sent within nodes", step["sent_within_nbytes"], [r.sent_within for r in ranks]),
+        ("sent between nodes", step["sent_between_nbytes"], [r.sent_between for r in ranks]),
+    ):
+        nodes: dict[int, float] = {}
+        for place, value in enumerate(values):
+            if value is not None:
+                node = place // plan["machine"]["gpus_per_node"]
+                nodes[node] = nodes.get(node, 0.0) + value
+        if predicted or any(nodes.values()):
+            yield CheckedLine(
+                name=name,
+                unit="MB",
+                predicted=predicted,
+                measured=max(nodes.values(), default=None),
+                note="" if nodes else "not all of it is counted",
+            )
