@@ -24,11 +24,13 @@ hypothesis.settings.register_profile("lq", deadline=None, derandomize=True, data
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("lq")
+    gc.disable()  # until all modules are imported
     torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
     """Keep modules out of garbage collections, of which models and tests make many."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -1,8 +1,8 @@
 """The import rules of the package, read from its syntax trees.
 
-Imports go strictly down: strategies, plugins, callbacks -> checkpoint -> data_parallel, optim,
-activations, pipeline, adaptive -> codecs -> foundation -> kernels, and folders of one level never
-import each other.
+Imports go strictly down: planning -> strategies, plugins, callbacks -> checkpoint -> data_parallel,
+optim, activations, pipeline, adaptive -> codecs -> foundation -> kernels, and folders of one level
+never import each other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = {
+    "planning": 6,
     "strategies": 5,
     "plugins": 5,
     "callbacks": 5,
@@ -44,7 +45,7 @@ FSDP2_PARTS = {
     "unsharded_accumulated_grad",
 }
 # Private attributes that are ours or, as Python's documentation says, public ones.
-NOT_PRIVATE = {"_replace", "_fields", "_asdict"}
+NOT_PRIVATE = {"_replace", "_fields", "_asdict", "_exit", "_getframe"}
 OWN_PRIVATE = {
     ("strategies.sharding", "_no_split_modules"),  # of Hugging Face's models
     ("strategies.units", "_no_split_modules"),

@@ -27,7 +27,7 @@ from lq_lightning import (
     WeightQuantization,
 )
 
-STEPS = 20
+STEPS, CODED_STEPS = 6, 10
 
 
 class OfAllTokens(SequenceParallel):
@@ -156,7 +156,7 @@ def _eight(rank: int, world: int, root: str) -> dict[str, Any]:
         tied_gradients="int8",
         **SMALL,
     )
-    found["codes"] = _fit(root, module, strategy, world, STEPS // 2)
+    found["codes"] = _fit(root, module, strategy, world, CODED_STEPS)
     tied = module.net.embedding.weight if strategy.pipeline.rank == 0 else module.net.head.weight
     found["codes"]["unlike"] = unlike(module)
     found["codes"]["tied"] = _ranks_of(module, "pipeline", tied.to_local().detach())
@@ -167,7 +167,7 @@ def _eight(rank: int, world: int, root: str) -> dict[str, Any]:
 
 def test_2x2x2_ranks_train_as_one_process_does(tmp_path: Any) -> None:
     exact = _alone(str(tmp_path), STEPS)
-    tied = _alone(str(tmp_path), STEPS // 2, tied=True, dropout=0.1)
+    tied = _alone(str(tmp_path), CODED_STEPS, tied=True, dropout=0.1)
     ranks = run_trainer(_eight, 8, str(tmp_path))
     others = ranks[2]["codes"]
     for found in ranks:

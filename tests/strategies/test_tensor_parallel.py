@@ -21,7 +21,7 @@ from torchmetrics import SumMetric
 
 from lq_lightning import GradientQuantization, QuantizedFSDPStrategy, WeightQuantization
 
-STEPS = 20
+STEPS = 10
 
 
 def _fit(
@@ -31,7 +31,7 @@ def _fit(
     losses, norms = Losses(), Norms()
     callbacks = [losses, norms, *options.pop("callbacks", [])]
     options = {"max_steps": STEPS, "gradient_clip_val": 1.0, **options}
-    trainer(strategy, root, devices, callbacks=callbacks, **options).fit(module, Feeds(8 * STEPS))
+    trainer(strategy, root, devices, callbacks=callbacks, **options).fit(module, Feeds(160))
     return module, losses.values, norms.values
 
 
@@ -204,8 +204,9 @@ def _special(rank: int, world: int, root: str) -> dict[str, Any]:
         node_size=2, local_steps=2, check_replicas_every_n_steps=3, **options
     )
     # written before an outer step, and found after it
+    writes = [WritesOnOneRank()]
     module, losses, _ = _fit(
-        root, strategy, world, ParallelModule(True), callbacks=[WritesOnOneRank()]
+        root, strategy, world, ParallelModule(True), callbacks=writes, max_steps=20
     )
     found["local"] = (
         losses,
