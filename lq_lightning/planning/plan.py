@@ -578,11 +578,13 @@ class Simulations:
             observer.see((trainer, module, None))
             return trainer, module, OneBatch(self.batch)
 
+        fp8 = self.machine.gpu.products.get("float8", 0) > 0
         place = SimulatedRank(
             rank=rank,
             world_size=self.machine.nodes * self.machine.gpus_per_node,
             gpus_per_node=self.machine.gpus_per_node,
             nvlink=self.machine.nvlink,
+            without_float8=None if fp8 else f"{self.machine.gpu.name} has no FP8 products.",
         )
         try:
             return simulate_fit(observed, place, first=first)
@@ -594,6 +596,5 @@ class Simulations:
             raise ValueError(
                 f"{self.run.name} cannot be simulated: its training step raises "
                 f"{type(error).__name__}: {str(error).partition(chr(10))[0]}. "
-                f"The batch was taken from "
-                f"{self.origin}: {describe(self.batch)}. {BATCH_REMEDY}"
+                f"The batch was taken from {self.origin}: {describe(self.batch)}. {BATCH_REMEDY}"
             ) from error

@@ -257,7 +257,7 @@ def test_configs_of_hugging_face_make_models(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with pytest.raises(ValueError, match="no such file, and nothing is downloaded"):
         hugging_face_program(str(tmp_path), 8, 2, None, [])
-    file.write_text(json.dumps({**LLAMA, "model_type": "lama"}))
+    file.write_text(json.dumps({**LLAMA, "model_type": "no_such_model"}))
     with pytest.raises(ValueError, match="is no config that transformers knows"):
         hugging_face_program(str(file), 8, 2, None, [])
     file.write_text(json.dumps(LLAMA))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 import lq_lightning
-from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy, QuantizedPrecision
+from lq_lightning import (
+    ActivationQuantization,
+    QuantizedFSDPStrategy,
+    QuantizedPipelineStrategy,
+    QuantizedPrecision,
+)
 from lq_lightning.planning import plan as planning
 from lq_lightning.planning.config import PythonRun
 from lq_lightning.planning.machine import make_machine
@@ -176,5 +182,18 @@ def test_what_cannot_be_simulated_is_said() -> None:
                 module,  # type: ignore[arg-type]
                 trainer={"devices": 1},
                 batch="int64[2,4]",
+                alternatives=False,
+            )
+
+
+def test_recipes_with_fp8_are_refused_for_gpus_without() -> None:
+    for gpu in ("H100", "A100"):
+        refused = pytest.raises(ValueError, match="A100-80 has no FP8 products.*agoq")
+        with nullcontext() if gpu == "H100" else refused:
+            lq_lightning.plan(
+                Net(),
+                trainer={"devices": 1, "callbacks": [ActivationQuantization("coat")]},
+                batch="int64[2,4]",
+                gpu=gpu,
                 alternatives=False,
             )
