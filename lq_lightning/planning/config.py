@@ -42,12 +42,12 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lq_lightning._compat.simulation import new_fake_mode
+from lq_lightning._compat.simulation import new_fake_mode, restored_generators
 from lq_lightning.callbacks.plan_check import PlanCheck
+from lq_lightning.planning.simulation import Build as Build
+from lq_lightning.planning.simulation import Overrides as Overrides
+from lq_lightning.planning.simulation import UserRun as UserRun
 
-Overrides = Mapping[str, Any]
-UserRun = tuple[Trainer, LightningModule, Any]
-Build = Callable[[Overrides], UserRun]
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 # What changes neither memory nor time of a step, or needs files and loggers.
@@ -566,15 +566,27 @@ def find_batch(module: LightningModule, data: Any) -> tuple[Any, str]:
         if callable(make := getattr(owner, "example_batch", None)):
             return make(), f"{type(owner).__name__}.example_batch()"
     try:
-        with _offline(), warnings.catch_warnings():
+        with restored_generators(), _offline(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if (loader := _loader(module, data)) is not None:
-                return next(iter(loader)), "the first batch of the training data"
+                return _first_batch(loader), "the first batch of the training data"
     except Exception as error:
         failed = f" The data could not be read: {type(error).__name__}: {error}."
     if module.example_input_array is not None:
         return module.example_input_array, "example_input_array of the model"
     raise ValueError(f"No batch was found.{failed} {BATCH_REMEDY}")
+
+
+def _first_batch(loader: Any) -> Any:
+    """Read a batch; training after the plan draws the same ones as without it."""
+    owners = (loader, getattr(loader, "sampler", None))
+    held = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
+    states = [(g, g.get_state()) for g in held.values() if isinstance(g, torch.Generator)]
+    try:
+        return next(iter(loader))
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def _loader(module: LightningModule, data: Any) -> Any:

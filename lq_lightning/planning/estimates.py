@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lq_lightning.callbacks.model_setup import AfterConfigureModel
 from lq_lightning.foundation.layer_stack import find_layer_stack
 from lq_lightning.planning.run_options import Cluster, RunOptions
+from lq_lightning.planning.simulation import Build, Overrides, UserRun
 
-UserRun = tuple[Trainer, LightningModule, Any]
-Build = Callable[[Mapping[str, Any]], UserRun]
 _FEW_LAYERS = 4  # models of so many are simulated as a whole at once
 _LEAST = 2
 _NEAR = 0.02  # share of the memory that an estimate may miss
@@ -23,7 +21,7 @@ _NEAR = 0.02  # share of the memory that an estimate may miss
 def with_layers(build: Build, count: int) -> Build:
     """Return a function that builds the run with the first ``count`` layers of its model."""
 
-    def shortened(overrides: Mapping[str, Any]) -> UserRun:
+    def shortened(overrides: Overrides) -> UserRun:
         trainer, module, data = build(overrides)
         AfterConfigureModel(module, lambda built: keep_layers(built, count))
         return trainer, module, data

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -199,7 +200,9 @@ class SimulatedRank:
         }
 
 
-Build = Callable[[dict[str, Any]], tuple[Trainer, LightningModule, Any]]
+Overrides = Mapping[str, Any]
+UserRun = tuple[Trainer, LightningModule, Any]
+Build = Callable[[Overrides], UserRun]
 """Makes Trainer, module and data (a DataLoader or a LightningDataModule) inside the simulation.
 
 ``plugins`` and ``callbacks`` of the given keywords are appended to the user's own, all others
@@ -219,9 +222,14 @@ def simulate_fit(
         first: Trace of a rank of the first pipeline stage, for a rank of another one.
 
     Raises:
-        SimulationError: The module's operators depend on values, or it trains no step.
-        RuntimeError: This process belongs to a process group.
+        SimulationError: The module's operators depend on values, it trains no step, or this
+            process belongs to a process group.
     """
+    if dist.is_initialized():
+        raise SimulationError(
+            "a plan simulates ranks of its own, but this process belongs to a process group "
+            "already: plan before training starts, or in another process."
+        )
     trace = Trace(place.rank, place.world_size, place.gpus_per_node)
     with _simulation(place, trace, () if first is None else first.told) as recorder:
         overrides = place.trainer_overrides(steps, _Marks(recorder))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lq_lightning
 from lq_lightning import (
@@ -197,3 +198,14 @@ def test_recipes_with_fp8_are_refused_for_gpus_without() -> None:
                 gpu=gpu,
                 alternatives=False,
             )
+
+
+def test_training_after_a_plan_is_that_without_one() -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(32, (32, 4), generator=generator)
+    loader = DataLoader(tokens, batch_size=2, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    module = Net()
+    states = generator.get_state(), torch.get_rng_state()
+    lq_lightning.plan(module, trainer={"devices": 1}, data=loader, alternatives=False)
+    assert torch.equal(generator.get_state(), states[0])
+    assert torch.equal(torch.get_rng_state(), states[1])
