@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lq_lightning.callbacks.model_setup import AfterConfigureModel
+from lq_lightning.pipeline.schedules import Program as Orders
 from lq_lightning.pipeline.schedules import stages_of_rank, training_program
 from lq_lightning.planning.alternatives import Alternative, Setting, ranked, remedies
 from lq_lightning.planning.changes import Model
@@ -36,7 +37,7 @@ from lq_lightning.planning.prices import Price, price_of
 from lq_lightning.planning.recorder import SimulationError
 from lq_lightning.planning.run_options import RunOptions, checkpointing_of
 from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
-from lq_lightning.planning.timing import StepTime, breakeven_rate, step_time
+from lq_lightning.planning.timing import StepTime, breakeven_rate, expected_seconds, step_time
 from lq_lightning.planning.trace import Collective, Operator, Trace
 from lq_lightning.strategies.quantized_pipeline import PipelineLayout
 
@@ -370,13 +371,10 @@ def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None
     options, machine = coded.options, simulations.machine
     plain = {"weights": "none", "gradients": "none"}
     plain |= {"forward_codec": "none", "backward_codec": "none"}
-    if (
-        machine.nodes == 1
-        or not options.is_ours
-        or not options.differences(options.changed(**plain))
-    ):
+    exact = options.changed(**plain)
+    if machine.nodes == 1 or not options.is_ours or not options.differences(exact):
         return None
-    without = simulations(options.changed(**plain))
+    without = simulations(exact)
     return min(ANY_RATE, breakeven_rate(coded.seconds, without.seconds, machine))
 
 
@@ -437,20 +435,22 @@ class Simulation:
             for rank, place, trace in simulated
         )
 
-    def step_time(self, machine: Machine) -> StepTime:
-        """Time of a step."""
+    def _replayed(self, machine: Machine) -> tuple[list[Trace], Machine, Orders | None]:
+        """Traces of all places in the pipeline, where they run, and in which order."""
         if self.pipeline is None:
-            return step_time(self.traces[0], machine)
+            return [self.traces[0]], machine, None
         line = self.pipeline
         count = self.microbatches // self.traces[0].microbatches
         program = training_program(line.schedule, line.pipeline_size, count, line.stages_per_rank)
-        return step_time(
-            [self.trace_at(place) for place in range(line.pipeline_size)], machine, program
-        )
+        return [self.trace_at(place) for place in range(line.pipeline_size)], machine, program
+
+    def step_time(self, machine: Machine) -> StepTime:
+        """Time of a step."""
+        return step_time(*self._replayed(machine))
 
     def seconds(self, machine: Machine) -> float:
         """Expected time of a step."""
-        return self.step_time(machine).seconds
+        return expected_seconds(*self._replayed(machine))
 
     def trace_at(self, place: int) -> Trace:
         """Trace of a place in the pipeline: its own, or that of the middle as if it were there."""

@@ -101,25 +101,16 @@ def step_time(
     Raises:
         ValueError: Not one trace for each rank of the schedule, or a trace without steps.
     """
-    traces = [traces] if isinstance(traces, Trace) else list(traces)
-    places = len(schedule.orders) if schedule else 1
-    if len(traces) != places:
-        raise ValueError(
-            f"{len(traces)} traces of {places} places in the pipeline: give one of each"
-        )
-    prepared = [_Prepared(trace, machine, places) for trace in traces]
-
-    def simulate(slower: Slower) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
-        replays = [_Replay(each, slower) for each in prepared]
-        if schedule is None:
-            return replays[0].seconds, replays[0].parts, tuple(replays[0].spans)
-        return _pipeline(replays, schedule)
-
-    seconds, parts, timeline = simulate(Slower())
+    prepared = _prepared(traces, machine, schedule)
+    seconds, parts, timeline = _replayed(prepared, schedule, Slower())
     high = low = 0.0
     for name, error in _errors(machine).items():
-        high += max(0.0, simulate(replace(Slower(), **{name: 1 + error}))[0] - seconds) ** 2
-        low += max(0.0, seconds - simulate(replace(Slower(), **{name: 1 / (1 + error)}))[0]) ** 2
+        slower, faster = (
+            _replayed(prepared, schedule, replace(Slower(), **{name: factor}))[0]
+            for factor in (1 + error, 1 / (1 + error))
+        )
+        high += max(0.0, slower - seconds) ** 2
+        low += max(0.0, seconds - faster) ** 2
     sent = [each.sent() for each in prepared]
     return StepTime(
         seconds=seconds,
@@ -130,6 +121,34 @@ def step_time(
         sent_between_nbytes=max(between for _, between in sent),
         timeline=timeline,
     )
+
+
+def expected_seconds(
+    traces: Trace | Sequence[Trace], machine: Machine, schedule: Program | None = None
+) -> float:
+    """Return the seconds of :func:`step_time` alone, which takes a tenth of the work."""
+    return _replayed(_prepared(traces, machine, schedule), schedule, Slower())[0]
+
+
+def _prepared(
+    traces: Trace | Sequence[Trace], machine: Machine, schedule: Program | None
+) -> list[_Prepared]:
+    traces = [traces] if isinstance(traces, Trace) else list(traces)
+    places = len(schedule.orders) if schedule else 1
+    if len(traces) != places:
+        raise ValueError(
+            f"{len(traces)} traces of {places} places in the pipeline: give one of each"
+        )
+    return [_Prepared(trace, machine, places) for trace in traces]
+
+
+def _replayed(
+    prepared: Sequence[_Prepared], schedule: Program | None, slower: Slower
+) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
+    replays = [_Replay(each, slower) for each in prepared]
+    if schedule is None:
+        return replays[0].seconds, replays[0].parts, tuple(replays[0].spans)
+    return _pipeline(replays, schedule)
 
 
 def breakeven_rate(
@@ -165,7 +184,7 @@ def breakeven_rate(
 
 def _seconds(what: Callable[[Machine], float] | Trace, machine: Machine) -> float:
     if isinstance(what, Trace):
-        return _Replay(_Prepared(what, machine, 1), Slower()).seconds
+        return expected_seconds(what, machine)
     return what(machine)
 
 
