@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 from lq_lightning._compat.simulation import new_fake_mode, restored_generators
 from lq_lightning.callbacks.plan_check import PlanCheck
+from lq_lightning.planning.simulation import TRAINING_ALONE
 from lq_lightning.planning.simulation import Build as Build
 from lq_lightning.planning.simulation import Overrides as Overrides
 from lq_lightning.planning.simulation import UserRun as UserRun
@@ -56,21 +57,12 @@ _LEFT_OUT = (
     *(ModelSummary, ProgressBar, ThroughputMonitor, Timer),
 )
 _NOT_USED: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "limit_val_batches": 0,
+    **TRAINING_ALONE,
     "limit_train_batches": None,
     "overfit_batches": 0.0,
-    "fast_dev_run": False,
-    "max_time": None,
     "min_steps": None,
     "min_epochs": None,
-    "max_epochs": -1,
     "val_check_interval": None,
-    "profiler": None,
     "detect_anomaly": False,
     "barebones": False,
     "use_distributed_sampler": False,

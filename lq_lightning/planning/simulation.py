@@ -158,6 +158,21 @@ class _Marks(Callback):
         self._recorder.close()
 
 
+TRAINING_ALONE: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "fast_dev_run": False,
+    "max_time": None,
+    "max_epochs": -1,
+    "profiler": None,
+}
+"""Keywords of a Trainer that trains, and neither logs, saves nor validates."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedRank:
     """Which rank to simulate, of how many.
@@ -185,18 +200,9 @@ class SimulatedRank:
             "plugins": [SimulatedCluster(self.rank, self.world_size, self.gpus_per_node)],
             "callbacks": [marks],
             "max_steps": steps,
-            "max_epochs": -1,
-            "max_time": None,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "limit_val_batches": 0,
             "use_distributed_sampler": False,
             "benchmark": False,
-            "profiler": None,
-            "fast_dev_run": False,
+            **TRAINING_ALONE,
         }
 
 
@@ -314,5 +320,6 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
         stack.enter_context(compat.gpu_ways(as_torch, recorder.allocate, recorder.free))
         for module, name, value in ours:
             stack.enter_context(mock.patch.object(module, name, value))
+        stack.callback(delattr, Recorder, "active")  # with all that it has recorded
         stack.enter_context(recorder)
         yield recorder
