@@ -30,18 +30,21 @@ from typing import Any
 # import (`TRITON_INTERPRET`) must be the same for all ranks.
 _PRELOAD = [
     "torch",
-    "torch._functorch.aot_autograd",  # what `wait_before_compiled` imports
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "torch.distributed.pipelining.schedules",
-    "torch.distributed.tensor.parallel",
     "torch.testing._internal.distributed.fake_pg",
     "lightning.pytorch",
     "lightning.pytorch.cli",
     "lq_lightning",
-    "transformers.models.llama.modeling_llama",
     "pytest",
     "hypothesis",
+]
+# These ask for GPUs on import where there are some, after which no child may use one.
+_PRELOAD_WITHOUT_GPUS = [
+    "torch._functorch.aot_autograd",  # what `wait_before_compiled` imports
+    "torch.distributed.pipelining.schedules",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
 ]
 # Set for tests whose ranks share GPUs: NCCL, which refuses two ranks of one host on one GPU, then
 # takes each for a host of its own.
@@ -134,12 +137,15 @@ def run_ranks(
         ValueError: ``fn`` cannot be found by name in a new process, or ``node_size`` does not
             divide ``world_size``.
     """
+    import torch
+
     _check_arguments(fn, world_size, node_size)
     shares_gpus = SHARED_GPUS in os.environ
     if shares_gpus:
         node_size = 1
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    gpus = torch.cuda.is_available()
+    context.set_forkserver_preload([*_PRELOAD, *([] if gpus else _PRELOAD_WITHOUT_GPUS)])
     port = free_port() if torchrun else 0
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="lq_ranks_") as scratch:
