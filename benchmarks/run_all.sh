@@ -70,9 +70,9 @@ nvlink() {
         --trace "$traces/nvlink" --json "$results/step_time_nvlink.json"
 }
 rates() {
-    timeout 330 "${on_two_nodes[@]}" benchmarks/step_time.py --node-size 2 \
+    timeout 420 "${on_two_nodes[@]}" benchmarks/step_time.py --node-size 2 \
         --variants $variants,quantized-vocabulary-8,quantized-2-bits \
-        --rates none,100gbit,25gbit,10gbit --steps 6 --warmup 2 --budget 6 \
+        --rates none,100gbit,45gbit,25gbit,10gbit --steps 6 --warmup 2 --budget 6 \
         --trace "$traces" --json "$results/step_time_{rate}.json"
 }
 slow() {
