@@ -127,6 +127,7 @@ class Recorder(OperatorMode):
         self.stream = SimulatedStream()
         self.fake_mode: Any = compat.new_fake_mode()
         self._alive: dict[int, tuple[Storage | None, Any]] = {}
+        self._table: Any = None
         self._closed = False
 
     # --- operators ------------------------------------------------------------------------------
@@ -144,6 +145,8 @@ class Recorder(OperatorMode):
         tensors = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         fake = any(compat.is_fake(tensor) for tensor in tensors)
         name = str(func)
+        if name == "aten.embedding.default" and self.phase == "forward":
+            self._count_tokens(*args[:2])
         if fake and name in _READS:
             return self._read(name, args[0])
         if not fake and not self._makes_large(func, args, kwargs):
@@ -199,6 +202,20 @@ class Recorder(OperatorMode):
         dtype = kwargs.get("dtype") or torch.float32
         limit = _REAL_WHOLE_NBYTES if dtype in (torch.int64, torch.int32) else _REAL_NBYTES
         return numel * dtype.itemsize >= limit
+
+    def begin_batch(self, batch: Any) -> None:
+        """Count tokens anew: those of the batch, unless its forward embeds any."""
+        leaves = [t for t in compat.tree_leaves(batch) if isinstance(t, Tensor)]
+        whole = [t.numel() for t in leaves if not t.is_floating_point()]
+        self.trace.tokens = max(whole, default=len(leaves[0]) if leaves else 0)
+        self._table = None
+
+    def _count_tokens(self, weight: Tensor, indices: Tensor) -> None:
+        """Count what the first table embeds, in all parts of a batch; others embed positions."""
+        if self._table is None:
+            self._table, self.trace.tokens = weight.shape, 0
+        if self._table == weight.shape:
+            self.trace.tokens += indices.numel()
 
     def _read(self, name: str, tensor: Tensor) -> Any:
         self._host_waits()

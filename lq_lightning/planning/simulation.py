@@ -128,10 +128,7 @@ class _Marks(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        trace = self._recorder.trace
-        leaves = [t for t in compat.tree_leaves(batch) if isinstance(t, Tensor)]
-        whole = [t for t in leaves if not t.is_floating_point()]
-        trace.tokens = max((t.numel() for t in whole), default=len(leaves[0]) if leaves else 0)
+        self._recorder.begin_batch(batch)
         self._mark("batch", "forward", trainer)
 
     @override

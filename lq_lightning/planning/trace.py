@@ -162,7 +162,8 @@ class Trace:
         gpus_per_node: Ranks of a node.
         steps: Optimizer steps; the last one stands for all later ones.
         microbatches: Micro-batches of a step.
-        tokens: Elements of integer tensors of a micro-batch, or its samples where it has none.
+        tokens: What the first embedding of a micro-batch looks up; without one, elements of the
+            batch's largest integer tensor, or its samples.
         events: All events in the order of the host's calls.
         compiled: Whether blocks are compiled, so that their pointwise operators run together.
         told: What a rank of the first pipeline stage has told the others: shapes of hidden states.

@@ -39,7 +39,7 @@ def test_a_run_is_planned_with_its_options(
     read = json.loads(Path("plan.json").read_text())
     plan = Plan.from_json(Path("plan.json").read_text())
     assert read["fits"] is plan.fits is True
-    assert plan.tokens_per_step == 8 * 4 * 17
+    assert plan.tokens_per_step == 8 * 4 * 16
     assert plan.layout.data_parallel == 8
     assert plan.step.sent_between_nbytes > 0
     assert plan.price.percent == pytest.approx(read["price"]["percent"])
