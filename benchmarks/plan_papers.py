@@ -135,13 +135,13 @@ def serial_seconds(step: Any) -> float:
 @cache
 def simulated(key: str) -> Simulated:
     """Simulate a run, once; ``key`` is its JSON and cluster."""
-    from lq_lightning.planning.config import PythonRun
+    from lq_lightning.planning.config import python_program
     from lq_lightning.planning.plan import Simulations
 
     run, cluster = _RUNS[key]
     began = time.perf_counter()
     found = Simulations(
-        run=PythonRun(module=run.module, trainer=run.trainer()),
+        run=python_program(run.module, run.trainer()),
         batch=next(iter(run.data(1))),
         machine=CLUSTERS[cluster].machine(run.gpus),
     )()

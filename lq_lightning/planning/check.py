@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lq_lightning.callbacks.plan_check import CheckedLine, Measured, PlanCheck, checked_table
-from lq_lightning.planning.config import OneBatch, Program, PythonRun, find_batch, parse_batch
+from lq_lightning.planning.config import OneBatch, Program, find_batch, parse_batch
 from lq_lightning.planning.plan import Plan, plan_run
 
 STEPS = 3
@@ -39,7 +39,7 @@ class Check:
 
 
 def check_run(
-    run: Program | PythonRun,
+    run: Program,
     plan: Plan,
     machine: Mapping[str, Any],
     *,
@@ -72,7 +72,7 @@ def check_run(
         plan = plan_run(run, here, batch=batch, alternatives=False)
     if batch is None:
         _, module, data = run.look()
-        batch, _ = find_batch(module, data)
+        batch, _ = find_batch(module, data, run.keeps_data)
     elif isinstance(batch, str):
         batch = parse_batch(batch)
     callback = PlanCheck(_content(plan), quiet=True)

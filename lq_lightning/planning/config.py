@@ -1,8 +1,9 @@
-"""The user's own run, made as often as it is simulated: from a program, a YAML or a model's config.
+"""The user's own run, made as often as it is simulated: by a program, a YAML or from objects.
 
-A program runs as always until it calls ``Trainer.fit``; a YAML without a program of its own runs
-through a plain ``LightningCLI``. So everything that decides about a run is the user's code: links
-between options, optimizers, callbacks. Only arguments of the Trainer are exchanged.
+A program runs as always until it calls ``Trainer.fit``. A YAML without a program of its own runs
+through a plain ``LightningCLI``, and objects through a Trainer of their own. So everything that
+decides about a run is the user's code: links between options, optimizers, callbacks. Only arguments
+of the Trainer are exchanged.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib.util
 import io
 import re
 import runpy
@@ -18,7 +18,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -38,23 +38,22 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
 )
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from lq_lightning._compat.simulation import new_fake_mode, restored_generators
 from lq_lightning.callbacks.plan_check import PlanCheck
-from lq_lightning.planning.simulation import TRAINING_ALONE
-from lq_lightning.planning.simulation import Build as Build
-from lq_lightning.planning.simulation import Overrides as Overrides
-from lq_lightning.planning.simulation import UserRun as UserRun
+from lq_lightning.planning.simulation import TRAINING_ALONE, Overrides, UserRun
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 # What changes neither memory nor time of a step, or needs files and loggers.
 _LEFT_OUT = (
     *(Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, PlanCheck),
-    *(ModelSummary, ProgressBar, ThroughputMonitor, Timer),
+    *(ModelSummary, ProgressBar, SaveConfigCallback, ThroughputMonitor, Timer),
 )
 _NOT_USED: dict[str, Any] = {
     **TRAINING_ALONE,
@@ -79,10 +78,6 @@ BATCH_REMEDY = (
 )
 
 
-def _same(own: dict[str, Any]) -> dict[str, Any]:
-    return own
-
-
 def as_list(value: Any) -> list[Any]:
     """A list of one, many or no values."""
     if value is None:
@@ -97,13 +92,12 @@ def trainer_arguments(own: Mapping[str, Any], overrides: Overrides) -> dict[str,
     """
     plugins = [*as_list(own.get("plugins")), *as_list(overrides.get("plugins"))]
     kept = [each for each in as_list(own.get("callbacks")) if not isinstance(each, _LEFT_OUT)]
-    kept = [each for each in kept if type(each).__name__ != "SaveConfigCallback"]
     callbacks = [*kept, *as_list(overrides.get("callbacks"))]
     extra = {"plugins": plugins or None, "callbacks": callbacks or None}
     return {**own, **_NOT_USED, **overrides, **extra}
 
 
-def without_endings(run: UserRun) -> UserRun:
+def _without_endings(run: UserRun) -> UserRun:
     """Let users' own code do nothing when the simulation ends: there is nothing to report or save.
 
     Callbacks of this package and of Lightning keep their hooks.
@@ -118,41 +112,34 @@ def without_endings(run: UserRun) -> UserRun:
     return run
 
 
-# --- programs and YAML ----------------------------------------------------------------------------
+# --- until `fit` ----------------------------------------------------------------------------------
 
 
 class _FitCalledError(BaseException):
     """Ends the user's program where it calls ``fit``, past every ``except Exception``."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, data: Any) -> None:
+    def __init__(self, *run: Any) -> None:
         super().__init__()
-        self.run = trainer, module, data
+        self.run: Any = run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What the user starts to train: a script, or a ``LightningCLI`` for a YAML.
+    """What the user starts to train.
 
     Attributes:
-        script: Python file, which runs as ``__main__``; None for a plain ``LightningCLI``.
-        config: YAML of a ``LightningCLI``.
-        arguments: Words of the command line after these.
-        module_class: Class of the model for a plain ``LightningCLI``; None reads ``class_path``.
+        start: Makes a Trainer and calls ``fit``.
+        name: What errors call it.
+        words: Words of the command line, for a ``LightningCLI`` with subcommands or anything else.
         change: Changes the arguments of the Trainer, before others replace them.
-        title: Name of the run, if it is not that of a file.
+        keeps_data: Whether the caller may train with the same data later.
     """
 
-    script: Path | None = None
-    config: Path | None = None
-    arguments: tuple[str, ...] = ()
-    module_class: type[LightningModule] | None = None
-    change: Change = field(default=_same)
-    title: str = ""
-
-    @property
-    def name(self) -> str:
-        """What errors call it."""
-        return self.title or str(self.config or self.script)
+    start: Callable[[], object]
+    name: str
+    words: Callable[[bool], list[str]] = lambda subcommands: sys.argv[1:]
+    change: Change = dict
+    keeps_data: bool = False
 
     def with_change(self, change: Change) -> Program:
         """The same with other arguments of the Trainer."""
@@ -177,64 +164,49 @@ class Program:
     def __call__(self, overrides: Overrides) -> UserRun:
         """Run the program until ``fit`` with other arguments of the Trainer."""
         change = partial(trainer_arguments, overrides=overrides)
-        return without_endings(self._until_fit(lambda own: change(self.change(own))))
+        return _without_endings(self._until_fit(lambda own: change(self.change(own))))
 
     def _until_fit(self, change: Change) -> UserRun:
         said = io.StringIO()
         try:
-            with _exchanged(change, self._words), contextlib.redirect_stderr(said), _offline():
-                self._start()
+            with _exchanged(change, self.words), contextlib.redirect_stderr(said), _offline():
+                self.start()
         except _FitCalledError as called:
-            return called.run
+            return called.run  # type: ignore[no-any-return]
         except SystemExit as ended:
             _, _, why = f"\n{said.getvalue()}".rpartition("\nerror: ")
             why = " ".join(why.split()) or f"it exits with {ended.code}"
-            raise ValueError(f"{self.name} is not accepted by {self._runner}: {why}") from ended
+            raise ValueError(f"{self.name} is not accepted: {why}") from ended
         except ValueError:
             raise
         except Exception as error:
             raise ValueError(
-                f"{self._runner} stopped before `Trainer.fit`: {type(error).__name__}: {error}. "
+                f"{self.name} stopped before `Trainer.fit`: {type(error).__name__}: {error}. "
                 "It has to run as far as that without GPU, files and weights."
             ) from error
         raise ValueError(
-            f"{self._runner} ended without calling `Trainer.fit` of `lightning.pytorch`, so there "
+            f"{self.name} ended without calling `Trainer.fit` of `lightning.pytorch`, so there "
             "is nothing to plan. Give the arguments with which it trains."
         )
-
-    @property
-    def _runner(self) -> str:
-        return f"'{self.script}'" if self.script else "LightningCLI"
-
-    def _words(self, subcommands: bool) -> list[str]:
-        if self.config is None and self.module_class is None:
-            return list(self.arguments)
-        given = [] if self.config is None else ["--config", str(self.config)]
-        if not subcommands:
-            return [*given, *self.arguments]
-        inside = self.config is None or "fit" not in read_yaml(self.config)
-        fit = ["fit", *given] if inside else [*given, "fit"]
-        return [*fit, *self.arguments]
-
-    def _start(self) -> None:
-        folder = str(self.script.resolve().parent) if self.script else str(Path.cwd())
-        with mock.patch.object(sys, "path", [folder, *sys.path]):
-            if self.script is not None:
-                runpy.run_path(str(self.script), run_name="__main__")
-                return
-            from lightning.pytorch.cli import LightningCLI
-
-            LightningCLI(self.module_class, save_config_callback=None)
 
 
 @contextlib.contextmanager
 def _exchanged(change: Change, words: Callable[[bool], list[str]]) -> Iterator[None]:
-    """Let programs make Trainers with other arguments, and end where they call ``fit``."""
-    make = Trainer.__init__
+    """Let programs make Trainers with other arguments, and end where they call ``fit``.
+
+    Every ``LightningCLI`` gets our words, with a subcommand only where it has some.
+    """
+    make, make_cli = Trainer.__init__, LightningCLI.__init__
 
     @functools.wraps(make)
     def init(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         make(trainer, *args, **change(kwargs))
+
+    @functools.wraps(make_cli)
+    def init_cli(cli: LightningCLI, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("args") is None:
+            sys.argv[1:] = words(kwargs.get("run", True))
+        make_cli(cli, *args, **kwargs)
 
     @functools.wraps(Trainer.fit)
     def fit(
@@ -249,29 +221,12 @@ def _exchanged(change: Change, words: Callable[[bool], list[str]]) -> Iterator[N
         data = datamodule if train_dataloaders is None else train_dataloaders
         raise _FitCalledError(trainer, model, data)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Trainer, "__init__", init))
-        stack.enter_context(mock.patch.object(Trainer, "fit", fit))
-        stack.enter_context(mock.patch.object(sys, "argv", [sys.argv[0], *words(True)]))
-        if importlib.util.find_spec("jsonargparse") is not None:
-            stack.enter_context(_arguments_of_cli(words))
-        yield
-
-
-@contextlib.contextmanager
-def _arguments_of_cli(words: Callable[[bool], list[str]]) -> Iterator[None]:
-    """Give every ``LightningCLI`` our words, with a subcommand only where it has some."""
-    from lightning.pytorch.cli import LightningCLI
-
-    make = LightningCLI.__init__
-
-    @functools.wraps(make)
-    def init(cli: LightningCLI, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("args") is None:
-            sys.argv[1:] = words(kwargs.get("run", True))
-        make(cli, *args, **kwargs)
-
-    with mock.patch.object(LightningCLI, "__init__", init):
+    with (
+        mock.patch.object(Trainer, "__init__", init),
+        mock.patch.object(Trainer, "fit", fit),
+        mock.patch.object(LightningCLI, "__init__", init_cli),
+        mock.patch.object(sys, "argv", [sys.argv[0], *words(True)]),
+    ):
         yield
 
 
@@ -287,6 +242,44 @@ def _offline() -> Iterator[None]:
 
     with mock.patch.object(socket.socket, "connect", refuse):
         yield
+
+
+# --- programs, YAML and objects -------------------------------------------------------------------
+
+
+def python_program(
+    module: LightningModule | Callable[[], LightningModule],
+    trainer: Mapping[str, Any],
+    data: Any = None,
+) -> Program:
+    """Return a program that trains a module, or one that a function makes, as ``fit`` takes data.
+
+    Trainers get copies of the arguments, and of a module that was made before.
+    """
+
+    def start() -> None:
+        Trainer(**copy.deepcopy(dict(trainer))).fit(_new_module(module), data)
+
+    name = getattr(module, "__name__", type(module).__name__)
+    return Program(start=start, name=name, keeps_data=True)
+
+
+def _new_module(module: LightningModule | Callable[[], LightningModule]) -> LightningModule:
+    if not isinstance(module, LightningModule):
+        try:
+            return module()
+        except Exception as error:
+            raise ValueError(
+                f"the model cannot be built: {type(error).__name__}: {error}. It is built from "
+                "tensors that have shapes but no values."
+            ) from error
+    known: dict[int, Any] = {}
+    for tensor in chain(module.parameters(), module.buffers()):
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        known[id(tensor)] = empty
+    return copy.deepcopy(module, known)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -317,15 +310,35 @@ def find_program(path: Path, program: Path | None, arguments: Sequence[str]) -> 
     if path.suffix == ".py":
         if not path.is_file():
             raise ValueError(f"There is no file '{path}'.")
-        return Program(script=path, arguments=tuple(arguments))
+        start = partial(_run, path)
+        return Program(start=start, name=str(path), words=lambda subcommands: [*arguments])
     content = read_yaml(path)
     content = content.get("fit", content)
-    _require_jsonargparse()
     parts = [content.get("model"), content.get("data")]
-    words = any(isinstance(part, dict) and "class_path" not in part for part in parts)
-    if program is None and (words or parts[0] is None or not set(content) <= _KEYS):
+    unnamed = any(isinstance(part, dict) and "class_path" not in part for part in parts)
+    if program is None and (unnamed or parts[0] is None or not set(content) <= _KEYS):
         program = _search_program(path)
-    return Program(script=program, config=path, arguments=tuple(arguments))
+    start = partial(_run, program)
+    return Program(start=start, name=str(path), words=partial(_words, path, arguments))
+
+
+def _run(script: Path | None, module_class: type[LightningModule] | None = None) -> None:
+    """Run a script as ``__main__``, or a plain ``LightningCLI``."""
+    folder = Path.cwd() if script is None else script.resolve().parent
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        if script is None:
+            LightningCLI(module_class, save_config_callback=None)
+        else:
+            runpy.run_path(str(script), run_name="__main__")
+
+
+def _words(config: Path | None, arguments: Sequence[str], subcommands: bool) -> list[str]:
+    """Words for a ``LightningCLI``; the options of a YAML may be those of its subcommand."""
+    given = [] if config is None else ["--config", str(config)]
+    if subcommands:
+        inside = config is None or "fit" not in read_yaml(config)
+        given = ["fit", *given] if inside else [*given, "fit"]
+    return [*given, *arguments]
 
 
 def _search_program(config: Path) -> Path:
@@ -340,14 +353,6 @@ def _search_program(config: Path) -> Path:
             f"program that reads it is needed, and {what} beside it. Give --program SCRIPT.py."
         )
     return found[0]
-
-
-def _require_jsonargparse() -> None:
-    if importlib.util.find_spec("jsonargparse") is None:
-        raise ValueError(
-            "A YAML is read by LightningCLI, which needs jsonargparse: "
-            "pip install 'jsonargparse[signatures]'"
-        )
 
 
 # --- Hugging Face configs -------------------------------------------------------------------------
@@ -365,7 +370,7 @@ class HuggingFaceModule(LightningModule):
     def __init__(self, path: str, seq: int = 4096, micro_batch: int = 1) -> None:
         super().__init__()
         self.path, self.shape = path, (micro_batch, seq)
-        self.model: nn.Module | None = None
+        self.model: Any = None
 
     def configure_model(self) -> None:
         """Build the model, in the dtype of the Trainer's precision."""
@@ -374,15 +379,11 @@ class HuggingFaceModule(LightningModule):
 
             config = hugging_face_config(self.path)
             config.use_cache = False
-            dtype = torch.get_default_dtype()
             make: Any = AutoModelForCausalLM.from_config
-            self.model = make(config, dtype=dtype)
-            self.model.train()
+            self.model = make(config, dtype=torch.get_default_dtype()).train()
 
     def training_step(self, tokens_BT: Tensor, batch_idx: int) -> Tensor:
         """Return the loss of ``[B, T]`` int64 tokens."""
-        if self.model is None:
-            raise RuntimeError("`HuggingFaceModule` has no model before `configure_model`.")
         loss: Tensor = self.model(input_ids=tokens_BT, labels=tokens_BT).loss
         return loss
 
@@ -401,10 +402,10 @@ def hugging_face_config(path: str) -> Any:
     Raises:
         ValueError: there is none, or transformers does not know it.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--model needs transformers: pip install 'lq-lightning[hf]'")
-    from transformers import AutoConfig
-
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ValueError("--model needs transformers: pip install 'lq-lightning[hf]'") from error
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
@@ -423,7 +424,6 @@ def hugging_face_program(
 ) -> Program:
     """Return a program that trains a Hugging Face model; a YAML may have options of the Trainer."""
     hugging_face_config(model)
-    _require_jsonargparse()
     own = [f"--model.path={model}", f"--model.seq={seq}", f"--model.micro_batch={micro_batch}"]
 
     def change(given: dict[str, Any]) -> dict[str, Any]:
@@ -434,70 +434,9 @@ def hugging_face_program(
             given = {**given, "strategy": "quantized_fsdp"}
         return given
 
-    return Program(
-        config=config,
-        arguments=(*own, *arguments),
-        module_class=HuggingFaceModule,
-        change=change,
-        title=model,
-    )
-
-
-# --- Python ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PythonRun:
-    """A run that is given as objects.
-
-    Attributes:
-        module: The module, or a function that makes one.
-        trainer: Arguments of the Trainer.
-        data: As ``fit`` takes it.
-        change: Changes the arguments of the Trainer, before others replace them.
-    """
-
-    module: LightningModule | Callable[[], LightningModule]
-    trainer: Mapping[str, Any]
-    data: Any = None
-    change: Change = field(default=_same)
-
-    @property
-    def name(self) -> str:
-        """What errors call it."""
-        return getattr(self.module, "__name__", type(self.module).__name__)
-
-    def with_change(self, change: Change) -> PythonRun:
-        """The same with other arguments of the Trainer."""
-        return replace(self, change=lambda own: change(self.change(own)))
-
-    def look(self) -> tuple[dict[str, Any], LightningModule, Any]:
-        """Arguments of the Trainer, the module and its data."""
-        with new_fake_mode():
-            return dict(self.trainer), self._module(), self.data
-
-    def __call__(self, overrides: Overrides) -> UserRun:
-        """Make a Trainer and a module for one simulation."""
-        own = self.change(copy.deepcopy(dict(self.trainer)))
-        trainer = Trainer(**trainer_arguments(own, overrides))
-        return without_endings((trainer, self._module(), self.data))
-
-    def _module(self) -> LightningModule:
-        if not isinstance(self.module, LightningModule):
-            try:
-                return self.module()
-            except Exception as error:
-                raise ValueError(
-                    f"the model cannot be built: {type(error).__name__}: {error}. It is built from "
-                    "tensors that have shapes but no values."
-                ) from error
-        known: dict[int, Any] = {}
-        for tensor in chain(self.module.parameters(), self.module.buffers()):
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, tensor.requires_grad)
-            known[id(tensor)] = empty
-        return copy.deepcopy(self.module, known)
+    words = partial(_words, config, [*own, *arguments])
+    start = partial(_run, None, HuggingFaceModule)
+    return Program(start=start, name=model, words=words, change=change)
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -547,8 +486,13 @@ class OneBatch:
             yield copy.deepcopy(self.batch)
 
 
-def find_batch(module: LightningModule, data: Any) -> tuple[Any, str]:
+def find_batch(module: LightningModule, data: Any, keeps: bool = False) -> tuple[Any, str]:
     """Return the first batch of a rank, and where it is from; data are neither made nor loaded.
+
+    Args:
+        module: What is trained.
+        data: As ``fit`` takes it.
+        keeps: Whether training with the same data may follow, which then gets all of them.
 
     Raises:
         ValueError: there is none without files or downloads.
@@ -561,7 +505,7 @@ def find_batch(module: LightningModule, data: Any) -> tuple[Any, str]:
         with restored_generators(), _offline(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if (loader := _loader(module, data)) is not None:
-                return _first_batch(loader), "the first batch of the training data"
+                return _first_batch(loader, keeps), "the first batch of the training data"
     except Exception as error:
         failed = f" The data could not be read: {type(error).__name__}: {error}."
     if module.example_input_array is not None:
@@ -569,8 +513,18 @@ def find_batch(module: LightningModule, data: Any) -> tuple[Any, str]:
     raise ValueError(f"No batch was found.{failed} {BATCH_REMEDY}")
 
 
-def _first_batch(loader: Any) -> Any:
+def _first_batch(loader: Any, keeps: bool) -> Any:
     """Read a batch; training after the plan draws the same ones as without it."""
+    dataset = getattr(loader, "dataset", None)
+    if keeps and (isinstance(loader, Iterator) or isinstance(dataset, IterableDataset)):
+        try:
+            loader = copy.deepcopy(loader)
+        except Exception as error:
+            what = type(loader if dataset is None else dataset).__name__
+            raise ValueError(
+                f"`{what}` is a stream that cannot be copied ({error}), so training would miss "
+                "the batch that the plan reads"
+            ) from error
     owners = (loader, getattr(loader, "sampler", None))
     held = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
     states = [(g, g.get_state()) for g in held.values() if isinstance(g, torch.Generator)]

@@ -20,15 +20,12 @@ from lq_lightning.planning.alternatives import Alternative, Setting, ranked, rem
 from lq_lightning.planning.changes import Model
 from lq_lightning.planning.config import (
     BATCH_REMEDY,
-    Build,
     OneBatch,
-    Overrides,
     Program,
-    PythonRun,
-    UserRun,
     describe,
     find_batch,
     parse_batch,
+    python_program,
 )
 from lq_lightning.planning.estimates import Outcome, number_of_equal_layers, with_layers
 from lq_lightning.planning.machine import Machine, make_machine
@@ -36,7 +33,13 @@ from lq_lightning.planning.memory import MemoryPeak, peak_memory
 from lq_lightning.planning.prices import Price, price_of
 from lq_lightning.planning.recorder import SimulationError
 from lq_lightning.planning.run_options import RunOptions, checkpointing_of
-from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
+from lq_lightning.planning.simulation import (
+    Build,
+    Overrides,
+    SimulatedRank,
+    UserRun,
+    simulate_fit,
+)
 from lq_lightning.planning.timing import StepTime, breakeven_rate, expected_seconds, step_time
 from lq_lightning.planning.trace import Collective, Operator, Trace
 from lq_lightning.strategies.quantized_pipeline import PipelineLayout
@@ -291,14 +294,14 @@ def plan(
         ValueError: an argument cannot be used, the model cannot be built, or a layout does not
             divide the ranks.
     """
-    run = PythonRun(module=module, trainer=trainer or {}, data=data)
+    run = python_program(module, trainer or {}, data)
     machine: dict[str, Any] = {"gpu": gpu, "nodes": nodes, "gpus_per_node": gpus_per_node}
     machine |= {"network": network, "profile": profile}
     return plan_run(run, machine, batch=batch, tokens=tokens, alternatives=alternatives)
 
 
 def plan_run(
-    run: Program | PythonRun,
+    run: Program,
     machine: Mapping[str, Any],
     *,
     batch: Any = None,
@@ -313,7 +316,7 @@ def plan_run(
     own, module, data = run.look()
     place = make_machine(**_with_layout(machine, own))
     if batch is None:
-        batch, origin = find_batch(module, data)
+        batch, origin = find_batch(module, data, run.keeps_data)
     else:
         batch, origin = parse_batch(batch) if isinstance(batch, str) else batch, "`batch`"
     simulations = Simulations(run=run, batch=batch, origin=origin, machine=place)
@@ -517,7 +520,7 @@ class Simulations:
         machine: Where it runs.
     """
 
-    run: Program | PythonRun
+    run: Program
     batch: Any
     origin: str
     machine: Machine

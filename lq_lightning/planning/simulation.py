@@ -32,7 +32,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
 from typing_extensions import override
 
 from lq_lightning._compat import simulation as compat

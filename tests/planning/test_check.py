@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lq_lightning as lq
 from lq_lightning.planning.check import Check, check_run
-from lq_lightning.planning.config import OneBatch, PythonRun
+from lq_lightning.planning.config import OneBatch, python_program
 from lq_lightning.planning.plan import plan_run
 
 
@@ -48,7 +48,7 @@ class Model(LightningModule):
 
 
 def _check(nodes: int, gpus_per_node: int, **options: Any) -> Check:
-    run = PythonRun(module=Model, trainer={"strategy": lq.QuantizedFSDPStrategy(**options)})
+    run = python_program(Model, {"strategy": lq.QuantizedFSDPStrategy(**options)})
     machine = {"gpu": "H100", "nodes": nodes, "gpus_per_node": gpus_per_node, "network": "10gbit"}
     plan = plan_run(run, machine, alternatives=False)
     return check_run(run, plan, machine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lq_lightning.planning.config import (
     HuggingFaceModule,
     OneBatch,
-    Program,
-    PythonRun,
     find_batch,
     find_program,
     hugging_face_program,
     parse_batch,
+    python_program,
     trainer_arguments,
 )
 
@@ -74,7 +75,6 @@ def test_examples_are_made_by_their_own_program(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = find_program(EXAMPLES / "configs" / f"{name}.yaml", None, ["--data.batch_size=32"])
-    assert run.script == EXAMPLES / "pretrain.py"
     own, module, data = run.look()
     assert own["max_steps"] in (300, 500)
     assert own["strategy"].strategy_name.startswith("quantized_")
@@ -87,7 +87,6 @@ def test_examples_are_made_by_their_own_program(
 
 def test_class_paths_need_no_program(folder: Path) -> None:
     run = find_program(Path("run.yaml"), None, ["--trainer.accumulate_grad_batches=4"])
-    assert run.script is None
     own, module, data = run.look()
     assert (own["devices"], own["max_steps"], own["accumulate_grad_batches"]) == (3, 7, 4)
     batch, _ = find_batch(module, data)
@@ -127,9 +126,9 @@ def test_runs_that_cannot_be_made_are_refused(folder: Path) -> None:
     run.write_text("4")
     refused("holds no options")
     run.write_text(CLASS_PATHS.replace("devices", "devises"))
-    refused(r"run.yaml is not accepted by LightningCLI: .*devises")
+    refused(r"run.yaml is not accepted: .*devises")
     run.write_text(CLASS_PATHS.replace("width: 8", "width: wide"))
-    refused(r"not accepted by LightningCLI: .*width")
+    refused(r"run.yaml is not accepted: .*width")
     run.write_text("model: {width: 4}\n")
     refused("names no `class_path` .* no program was found beside it. Give --program")
     for name in ("one.py", "two.py"):
@@ -137,7 +136,7 @@ def test_runs_that_cannot_be_made_are_refused(folder: Path) -> None:
     refused(r"several programs could \('one.py', 'two.py'\)")
     refused("ended without calling `Trainer.fit`", "one.py")
     (folder / "one.py").write_text("raise KeyError('layers')\n")
-    refused("'one.py' stopped before `Trainer.fit`: KeyError: 'layers'", "one.py")
+    refused("one.py stopped before `Trainer.fit`: KeyError: 'layers'", "one.py")
 
 
 def test_nothing_is_downloaded(folder: Path) -> None:
@@ -145,7 +144,7 @@ def test_nothing_is_downloaded(folder: Path) -> None:
         "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9/weights')\n"
     )
     with pytest.raises(ValueError, match="a plan downloads nothing, but 127.0.0.1 is called"):
-        Program(script=folder / "load.py").look()
+        find_program(folder / "load.py", None, []).look()
     with pytest.raises(OSError, match="refused"):  # after it as always
         urllib.request.urlopen("http://127.0.0.1:9/weights")
     assert socket.socket.connect.__qualname__ != "refuse"
@@ -182,16 +181,16 @@ class Tied(LightningModule):
 def test_objects_are_copied_for_each_simulation() -> None:
     module = Tied()
     before = module.a.weight.clone()
-    run = PythonRun(module=module, trainer={"callbacks": Own(), "max_steps": 9})
+    run = python_program(module, {"callbacks": Own(), "max_steps": 9})
     trainer, copied, _ = run({**CPU, "max_steps": 1})
     assert isinstance(trainer, Trainer)
     assert isinstance(copied, Tied)
     assert copied.a.weight is copied.b.weight is not module.a.weight
     assert not copied.a.bias.requires_grad
     assert torch.equal(module.a.weight, before)
-    assert isinstance(PythonRun(module=Tied, trainer={}).look()[1], Tied)
+    assert isinstance(python_program(Tied, {}).look()[1], Tied)
     with pytest.raises(ValueError, match="the model cannot be built: TypeError"):
-        PythonRun(module=lambda: nn.Linear(-1, "a"), trainer={}).look()  # type: ignore[arg-type, return-value]
+        python_program(lambda: nn.Linear(-1, "a"), {}).look()  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(
@@ -240,6 +239,30 @@ def test_batches_are_found_without_files() -> None:
     repeated = iter(OneBatch(batch))
     next(repeated).add_(1)
     assert not next(repeated).any()
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, source: Any = None) -> None:
+        self.read, self.source = 0, source
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.read += 1
+            yield torch.tensor([self.read])
+
+
+def test_streams_lose_no_batch_to_a_plan() -> None:
+    stream = Stream()
+    loader = DataLoader(stream, batch_size=2)
+    assert find_batch(Tied(), loader, keeps=True)[0].tolist() == [[1], [2]]
+    assert next(iter(loader)).tolist() == [[1], [2]]
+    numbers = iter([torch.ones(1)])
+    assert len(find_batch(Tied(), numbers, keeps=True)[0]) == len(next(numbers))
+    once = (number for number in [torch.ones(1)])
+    for data, name in ((once, "generator"), (DataLoader(Stream(once)), "Stream")):
+        with pytest.raises(ValueError, match=f"`{name}` is a stream that cannot be copied"):
+            find_batch(Tied(), data, keeps=True)
+    assert len(find_batch(Tied(), once)[0]) == 1  # of a program, which makes another one
 
 
 LLAMA = {

@@ -20,7 +20,7 @@ from lq_lightning import (
     QuantizedPrecision,
 )
 from lq_lightning.planning import plan as planning
-from lq_lightning.planning.config import PythonRun
+from lq_lightning.planning.config import python_program
 from lq_lightning.planning.machine import make_machine
 from lq_lightning.planning.memory import KINDS
 from lq_lightning.planning.plan import Choice, LossPrice, Plan, Simulations
@@ -134,7 +134,7 @@ def _pipeline(size: int) -> Any:
     strategy = QuantizedPipelineStrategy(
         pipeline_size=size, num_microbatches=size, forward_codec="none", backward_codec="none"
     )
-    run = PythonRun(module=lambda: Net(layers=size), trainer={"strategy": strategy})
+    run = python_program(lambda: Net(layers=size), {"strategy": strategy})
     machine = make_machine("H100", nodes=size, gpus_per_node=1, network="1gbit")
     batch = torch.zeros(size, 4, dtype=torch.int64)
     return Simulations(run=run, batch=batch, origin="here", machine=machine)(), machine
@@ -159,7 +159,7 @@ def test_other_options_are_simulated_in_place_of_the_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = make_machine("H100", nodes=2, gpus_per_node=2, network="1gbit")
-    run = PythonRun(module=Net, trainer={"strategy": "quantized_fsdp", "precision": "bf16-mixed"})
+    run = python_program(Net, {"strategy": "quantized_fsdp", "precision": "bf16-mixed"})
     batch = torch.zeros(4, 8, dtype=torch.int64)
     simulations = Simulations(run=run, batch=batch, origin="here", machine=machine)
     simulated = simulations(layers=1)
