@@ -7,7 +7,6 @@ fake CUDA tensors. Where torch treats the two devices differently, the GPU's way
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import logging
 import sys
@@ -53,18 +52,6 @@ def is_of_parts(types: Sequence[type]) -> bool:
     return any(issubclass(each, DTensor) for each in types)
 
 
-def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
-    """Copy a module; parameters and buffers of the copy have no memory, ties stay."""
-    tensors = {id(t): t for m in module.modules() for t in (*m.parameters(), *m.buffers())}
-    memo: dict[int, Any] = {}
-    for key, tensor in tensors.items():
-        fake = mode.from_tensor(tensor.detach())
-        if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        memo[key] = fake
-    return copy.deepcopy(module, memo)
-
-
 @contextlib.contextmanager
 def restored_generators() -> Iterator[None]:
     """Give the global generators their states back, also after an error."""
@@ -78,55 +65,6 @@ def restored_generators() -> Iterator[None]:
 
 
 # --- other ranks --------------------------------------------------------------------------------
-
-
-class AlikeStore(c10d.Store):
-    """A store in which all other ranks have done what this one did."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: dict[str, bytes] = {}
-
-    @override
-    def set(self, key: str, value: str | bytes) -> None:
-        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
-
-    @override
-    def get(self, key: str) -> bytes:
-        return self._values.get(key, b"")
-
-    @override
-    def add(self, key: str, amount: int) -> int:
-        total = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(total).encode()
-        return total
-
-    @override
-    def wait(self, *unused: Any) -> None:
-        """All keys are there."""
-
-    @override
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    @override
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        desired_value: Any = desired
-        if key not in self._values:
-            self.set(key, desired_value)
-        return self._values[key]
-
-    @override
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    @override
-    def num_keys(self) -> int:
-        return len(self._values)
-
-    @override
-    def set_timeout(self, timeout: Any) -> None:
-        """Nothing is waited for."""
 
 
 def _same_everywhere(found: list[Any], value: Any, *unused: Any, **options: Any) -> None:
@@ -146,14 +84,13 @@ def alike_ranks(rank: int, world_size: int) -> Iterator[None]:
     def new_group(*args: Any, **options: Any) -> Any:
         return own_new_group(*args, **{**options, "backend": "fake"})
 
-    store = AlikeStore()  # torch keeps its C++ half alone
     replaced = {
         "all_gather_object": _same_everywhere,
         "broadcast_object_list": keep,
         "new_group": new_group,
     }
     with ExitStack() as stack:
-        dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(dist, name, function))

@@ -499,9 +499,3 @@ def _source(frame: Any) -> str:
             return ""
         frame = frame.f_back
     return ""
-
-
-def without_memory(module: LightningModule) -> LightningModule:
-    """Copy a module that was made outside of the simulation; for use inside."""
-    copy: Any = compat.fake_copy(module, Recorder.active.fake_mode)
-    return copy  # type: ignore[no-any-return]

@@ -24,17 +24,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lq_lightning._compat import simulation as compat
+from lq_lightning._compat.torch import any_rank, in_step, meet, read_note
 from lq_lightning.activations import functions
 from lq_lightning.callbacks import activation_quantization
 from lq_lightning.data_parallel import all_gather
@@ -49,64 +51,6 @@ from lq_lightning.strategies.tensor_parallel import TensorRanks
 
 from .recorder import Recorder, SimulatedEvent, SimulatedStream, SimulationError
 from .trace import Mark, Phase, Trace
-
-
-class SimulatedCluster(ClusterEnvironment):
-    """Places this process as one rank among many.
-
-    Args:
-        rank: Number of the rank.
-        world_size: Ranks of the run.
-        gpus_per_node: Ranks of a node.
-    """
-
-    def __init__(self, rank: int, world_size: int, gpus_per_node: int) -> None:
-        super().__init__()
-        self._rank, self._world_size, self._per_node = rank, world_size, gpus_per_node
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return 1
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return False
-
-    @override
-    def world_size(self) -> int:
-        return self._world_size
-
-    @override
-    def set_world_size(self, size: int) -> None:
-        """It is given."""
-
-    @override
-    def global_rank(self) -> int:
-        return self._rank
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """It is given."""
-
-    @override
-    def local_rank(self) -> int:
-        return self._rank % self._per_node
-
-    @override
-    def node_rank(self) -> int:
-        return self._rank // self._per_node
 
 
 class _Marks(Callback):
@@ -187,13 +131,26 @@ class SimulatedRank:
     nvlink: bool = True
     without_float8: str | None = None
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ``torchrun`` would tell the rank."""
+        numbers = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.rank % self.gpus_per_node,
+            "LOCAL_WORLD_SIZE": self.gpus_per_node,
+            "GROUP_RANK": self.rank // self.gpus_per_node,
+            "MASTER_PORT": 1,
+        }
+        return {"MASTER_ADDR": "127.0.0.1", **{name: str(n) for name, n in numbers.items()}}
+
     def trainer_overrides(self, steps: int, marks: Callback) -> dict[str, Any]:
         """Keywords that replace the user's own for a Trainer."""
         return {
             "accelerator": "cpu",
             "devices": min(self.gpus_per_node, self.world_size),
             "num_nodes": max(1, self.world_size // self.gpus_per_node),
-            "plugins": [SimulatedCluster(self.rank, self.world_size, self.gpus_per_node)],
+            "plugins": [TorchElasticEnvironment()],
             "callbacks": [marks],
             "max_steps": steps,
             "use_distributed_sampler": False,
@@ -247,12 +204,13 @@ def simulate_fit(
     return trace
 
 
-def _everywhere(function: Any, replacement: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Where our modules have imported a function, with what stands for it."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lq_lightning.") and not name.startswith("lq_lightning.planning"):
-            found = [n for n, value in vars(module).items() if value is function]
-            yield from ((module, each, replacement) for each in found)
+def _everywhere(replacements: Mapping[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Where our modules have imported functions, with what stands for them."""
+    for place, module in list(sys.modules.items()):
+        if place.startswith("lq_lightning.") and not place.startswith("lq_lightning.planning"):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, FunctionType) and value in replacements:
+                    yield module, name, replacements[value]
 
 
 @contextmanager
@@ -290,15 +248,22 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
         (token_shares.Proof, "__call__", lambda *unused: None),
         (TensorRanks, "check_gradients", lambda ranks: None),
         (LightningModule, "cpu", lambda module: module),  # after training
-    ]
-    ours += [
         (Execution, "compute", recorder.compute),
         (PipelineEngine, "share", recorder.share),
         (OutcomeBroadcast, "share", recorder.share_outcome),
     ]
-    ours += [*_everywhere(checksums, recorder.checksums)]
-    ours += [*_everywhere(batch_digest, lambda batch: b"")]
-    ours += [*_everywhere(optimizer_step, recorder.optimizer_step)]
+    ours += _everywhere(
+        {
+            checksums: recorder.checksums,
+            optimizer_step: recorder.optimizer_step,
+            batch_digest: lambda batch: b"",
+            # ranks meet in the store, where all others have done what this one did
+            any_rank: lambda key, flag, timeout: flag,
+            in_step: lambda key, groups: True,
+            meet: lambda key, timeout: True,
+            read_note: lambda key, timeout: None,
+        }
+    )
     own_dtype = functions.output_dtype
 
     def output_dtype(layer: Any, dtype: torch.dtype, weight: Any, device: str) -> torch.dtype:
@@ -309,7 +274,7 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
     ours.append((functions, "output_dtype", output_dtype))
     with ExitStack() as stack:
         stack.enter_context(compat.restored_generators())
-        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(mock.patch.dict(os.environ, place.environment))
         rank = getattr(rank_zero_only, "rank", None)  # which decides whether this process warns
         stack.enter_context(mock.patch.object(rank_zero_only, "rank", rank, create=True))
         stack.enter_context(compat.alike_ranks(place.rank, place.world_size))
