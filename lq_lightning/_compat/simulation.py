@@ -7,13 +7,12 @@ fake CUDA tensors. Where torch treats the two devices differently, the GPU's way
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, overload
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,7 +29,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from typing_extensions import override
 
 aten: Any = torch.ops.aten
-_CPU = torch.device("cpu")
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -45,11 +42,6 @@ def new_fake_mode() -> AbstractContextManager[Any]:
 def is_fake(tensor: Any) -> bool:
     """Whether a tensor has no memory."""
     return isinstance(tensor, FakeTensor)
-
-
-def is_of_parts(types: Sequence[type]) -> bool:
-    """Whether operands are DTensors, which run operators on their local tensors."""
-    return any(issubclass(each, DTensor) for each in types)
 
 
 @contextlib.contextmanager
@@ -115,30 +107,17 @@ def ranks_of(args: Sequence[Any]) -> list[int]:
 # --- the GPU's ways -----------------------------------------------------------------------------
 
 
-class _Chunks(Sequence[Tensor]):
+class _Chunks:
     """The pieces of a tensor, made when asked for: of a thousand ranks' one is used."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        size = tensor.size(dim)
-        self._tensor, self._dim, self._count = tensor, dim, count
-        self._step = -(-size // count)
+        self._tensor, self._dim, self._step = tensor, dim, -(-tensor.size(dim) // count)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        if not 0 <= index < self._count:
-            raise IndexError(index)
+    def __getitem__(self, index: int) -> Tensor:
         size = self._tensor.size(self._dim)
         start = min(size, index * self._step)
         piece = self._tensor.narrow(self._dim, start, min(self._step, size - start))
         return piece if piece.numel() else self._tensor.new_empty(0)
-
-    def __len__(self) -> int:
-        return self._count
 
 
 class _CudaAutocast(TorchFunctionMode):
@@ -281,23 +260,3 @@ def flops_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
             value = args[place] if place < len(args) else kwargs.get("is_causal", False)
             return count // 2 if value else count
     return count
-
-
-def is_view(operator: Any) -> bool:
-    """Whether an operator makes no tensor of its own."""
-    return bool(operator.is_view)
-
-
-def device_of(operator: Any) -> torch.device | None:
-    """The device, where an operator asks for nothing else than that of a tensor without memory."""
-    return _CPU if operator is torch.ops.prim.device.default else None
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Number of a tensor's storage while that lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def torch_folder() -> str:
-    """Folder of torch's sources."""
-    return inspect.getfile(torch).rpartition("/")[0]

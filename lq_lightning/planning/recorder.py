@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat import simulation as compat
 from lq_lightning._compat.modes import OperatorMode, operation_name, written_by
+from lq_lightning._compat.saved_tensors import storage_key
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.pipeline.execution import Execution
 from lq_lightning.pipeline.schedules import Action
@@ -126,7 +128,7 @@ class Recorder(OperatorMode):
         Recorder.active = self
         self.stream = SimulatedStream()
         self.fake_mode: Any = compat.new_fake_mode()
-        self._alive: dict[int, tuple[Storage | None, Any]] = {}
+        self._alive: dict[int, Storage] = {}
         self._table: Any = None
         self._closed = False
 
@@ -136,11 +138,10 @@ class Recorder(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Compute shapes, and note the operator."""
-        if compat.is_of_parts(types):
+        if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # the operators on their parts follow
-        device = compat.device_of(func)
-        if device is not None:
-            return device
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
         kwargs = kwargs or {}
         tensors = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         fake = any(compat.is_fake(tensor) for tensor in tensors)
@@ -166,24 +167,39 @@ class Recorder(OperatorMode):
         made = [t for t in results if self._allocated(t, name, source)]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._send(func, tensors, args, source)
-        elif not compat.is_view(func) and tensors + results:
-            changed = [*made, *written_by(func, args, kwargs)]
-            self.trace.events.append(
-                Operator(
-                    name=name,
-                    stream=self.stream.number,
-                    phase=self.phase,
-                    source=source,
-                    flops=compat.flops_of(func, args, kwargs, result),
-                    read_nbytes=sum({id(t): _nbytes(t) for t in tensors}.values()),
-                    written_nbytes=sum({id(t): _nbytes(t) for t in changed}.values()),
-                    dtype=(tensors or results)[0].dtype,
-                    shapes=tuple(tuple(t.shape) for t in tensors),
-                    action=self.action,
-                    options=tuple(argument for argument in args if isinstance(argument, str)),
-                )
+        elif not func.is_view and tensors + results:
+            self._note_operator(
+                name,
+                source,
+                tensors,
+                [*made, *written_by(func, args, kwargs)],
+                flops=compat.flops_of(func, args, kwargs, result),
+                dtype=(tensors or results)[0].dtype,
+                options=tuple(argument for argument in args if isinstance(argument, str)),
             )
         return result
+
+    def _note_operator(
+        self,
+        name: str,
+        source: str,
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
+        **others: Any,
+    ) -> None:
+        self.trace.events.append(
+            Operator(
+                name=name,
+                stream=self.stream.number,
+                phase=self.phase,
+                source=source,
+                read_nbytes=sum({id(t): _nbytes(t) for t in read}.values()),
+                written_nbytes=sum({id(t): _nbytes(t) for t in written}.values()),
+                shapes=tuple(tuple(t.shape) for t in read),
+                action=self.action,
+                **others,
+            )
+        )
 
     def _makes_large(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether an operator on real tensors, or on none, makes a tensor of the device."""
@@ -325,20 +341,8 @@ class Recorder(OperatorMode):
         self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], flops: int = 0
     ) -> None:
         """Note a kernel that is launched without an operator of the dispatcher."""
-        self.trace.events.append(
-            Operator(
-                name=name,
-                stream=self.stream.number,
-                phase=self.phase,
-                source=_source(sys._getframe(1)),
-                flops=flops,
-                read_nbytes=sum(map(_nbytes, read)),
-                written_nbytes=sum(map(_nbytes, written)),
-                dtype=read[0].dtype,
-                shapes=tuple(tuple(t.shape) for t in read),
-                action=self.action,
-            )
-        )
+        source, dtype = _source(sys._getframe(1)), read[0].dtype
+        self._note_operator(name, source, read, written, flops=flops, dtype=dtype)
 
     def optimizer_step(
         self,
@@ -362,62 +366,51 @@ class Recorder(OperatorMode):
 
     def _allocated(self, tensor: Tensor, operator: str, source: str) -> bool:
         """Note a tensor's storage; return whether it is new."""
-        if not compat.is_fake(tensor) or tensor.device.type == "meta":
+        if not compat.is_fake(tensor) or tensor.device.type == "meta" or self._storage(tensor):
             return False
-        key = compat.storage_id(tensor)
-        if key in self._alive:
-            return False
-        held = tensor.untyped_storage()
-        self._note(key, held.nbytes(), tensor, operator, source)
-        self._alive[key] = (self._alive[key][0], weakref.finalize(held, self._freed, key))
+        self._note(tensor, operator, source)
+        weakref.finalize(tensor.untyped_storage(), self._freed, storage_key(tensor))
         return True
 
-    def _note(self, key: int, nbytes: int, tensor: Tensor, operator: str, source: str) -> None:
+    def _storage(self, tensor: Any) -> Storage | None:
+        return self._alive.get(storage_key(tensor)) if compat.is_fake(tensor) else None
+
+    def _note(self, tensor: Tensor, operator: str, source: str) -> None:
         storage = Storage(
-            nbytes,
+            tensor.untyped_storage().nbytes(),
             self.stream.number,
             self.phase,
             operator,
             source,
             tuple(tensor.shape),
             tensor.dtype,
+            born=len(self.trace.events),
         )
-        storage.born = len(self.trace.events)
         self.trace.events.append(Allocate(storage))
-        self._alive[key] = (storage, self._alive.get(key, (None, None))[1])
+        self._alive[storage_key(tensor)] = storage
 
     def _freed(self, key: int) -> None:
-        storage, _ = self._alive.pop(key, (None, None))
-        self._end(storage)
+        self._end(self._alive.pop(key, None))
 
     def _end(self, storage: Storage | None) -> None:
-        if storage is None or storage.died is not None or self._closed:
-            return
-        storage.died = len(self.trace.events)
-        self.trace.events.append(Free(storage))
+        if storage is not None and storage.died is None and not self._closed:
+            storage.died = len(self.trace.events)
+            self.trace.events.append(Free(storage))
 
     def free(self, tensor: Tensor) -> None:
         """FSDP2 frees the memory of a tensor that lives on."""
-        if compat.is_fake(tensor):
-            storage, _ = self._alive.get(compat.storage_id(tensor), (None, None))
-            self._end(storage)
+        self._end(self._storage(tensor))
 
     def allocate(self, tensor: Tensor) -> None:
         """FSDP2 gives such a tensor memory again."""
-        if not compat.is_fake(tensor):
-            return
-        key = compat.storage_id(tensor)
-        storage, _ = self._alive.get(key, (None, None))
-        if storage is None or storage.died is not None:
-            nbytes = tensor.untyped_storage().nbytes()
-            self._note(key, nbytes, tensor, "", _source(sys._getframe(1)))
+        storage = self._storage(tensor)
+        if compat.is_fake(tensor) and (storage is None or storage.died is not None):
+            self._note(tensor, "", _source(sys._getframe(1)))
 
     def note_use(self, tensor: Tensor) -> None:
         """The current stream uses a tensor of another one."""
-        if compat.is_fake(tensor):
-            storage, _ = self._alive.get(compat.storage_id(tensor), (None, None))
-            if storage is not None:
-                storage.used_on += (self.stream.number,)
+        if (storage := self._storage(tensor)) is not None:
+            storage.used_on += (self.stream.number,)
 
     def name_owners(self, trainer: Trainer, module: LightningModule) -> None:
         """Note which memory parameters, their gradients, buffers and optimizers hold now."""
@@ -431,11 +424,9 @@ class Recorder(OperatorMode):
                 self._own(tensor, "optimizer state")
 
     def _own(self, tensor: Any, owner: str) -> None:
-        local: Any = local_tensor(tensor) if isinstance(tensor, Tensor) else None
-        if compat.is_fake(local):
-            storage, _ = self._alive.get(compat.storage_id(local), (None, None))
-            if storage is not None and not storage.owner:
-                storage.owner = owner
+        storage = self._storage(local_tensor(tensor)) if isinstance(tensor, Tensor) else None
+        if storage is not None and not storage.owner:
+            storage.owner = owner
 
     @contextmanager
     def on(self, stream: SimulatedStream | None) -> Iterator[None]:
@@ -477,7 +468,7 @@ def _inputs(args: Sequence[Any], tensors: list[Tensor]) -> list[Tensor]:
     return groups[1] if len(groups) == 2 and groups[1] else tensors
 
 
-_TORCH = compat.torch_folder()
+_TORCH = torch.__path__[0]
 _OURS = __file__.rpartition("/planning/")[0]
 _ENGINE = f"{_TORCH}/autograd/graph.py"
 _FSDP2 = f"{_TORCH}/distributed/fsdp/"
