@@ -13,7 +13,7 @@ import sys
 import threading
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -155,8 +155,12 @@ def _slow_gpus(reports: Sequence[Report]) -> Iterator[Problem]:
             )
 
 
+def _one_per_host(reports: Sequence[Report]) -> Collection[Report]:
+    return {report.host: report for report in reversed(reports)}.values()
+
+
 def _limits(reports: Sequence[Report]) -> Iterator[Problem]:
-    for report in {report.host: report for report in reversed(reports)}.values():
+    for report in _one_per_host(reports):
         limits, host = report.limits, f"on host {report.host}"
         files = 512 + 8 * len(reports)
         if limits["open files"] < files:
@@ -186,7 +190,7 @@ def _limits(reports: Sequence[Report]) -> Iterator[Problem]:
 
 
 def _clocks(reports: Sequence[Report]) -> Iterator[Problem]:
-    for report in reports:
+    for report in _one_per_host(reports):
         if abs(report.offset_s) - report.offset_error_s > 0.5:
             way = "ahead of" if report.offset_s > 0 else "behind"
             yield Problem(
@@ -200,7 +204,7 @@ def _interfaces(reports: Sequence[Report]) -> Iterator[Problem]:
         return  # nodes that are emulated on one host
     between = make_profile(reports).between_nodes
     reached = between.bytes_per_s * 8e-9 if between is not None else 0.0
-    for report in {report.host: report for report in reversed(reports) if report.carrier}.values():
+    for report in _one_per_host([report for report in reports if report.carrier]):
         name, speed = report.carrier, report.interfaces.get(report.carrier, 0.0)
         best = max(report.interfaces, key=report.interfaces.__getitem__)
         used = f"messages to other nodes leave host {report.host} by TCP over {name}"
@@ -455,9 +459,9 @@ def _examine(arguments: Namespace, control: dist.ProcessGroup | None) -> int:
     reports = gather_objects(report, control)
     problems = diagnose(reports)
     nvlink = device.type == "cuda" and node_size > 1 and all_linked_by_nvlink(node_size)
-    if size > 1 and not any(problem.stops for problem in problems):
+    if control is not None and not any(problem.stops for problem in problems):
         topology = Topology(world_size=size, rank=rank, node_size=node_size)
-        measure_clock(report, topology, control)
+        measure_clock(report, control)
         measure_links(report, topology, device, control)
         reports = gather_objects(report, control)
         problems = diagnose(reports, nvlink)

@@ -26,12 +26,12 @@ from torch import nn
 
 from lq_lightning._compat.float8 import float8_matmul_available, scaled_mm
 from lq_lightning._compat.modes import OperatorMode, OpOverload
+from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.topology import Level, Topology
 from lq_lightning.kernels.int8.op import int8_matmul, int8_quantize
 
 _MIB = 2**20
 _SYSTEM = Path("/sys")
-_SHARED_MEMORY = Path("/dev/shm")
 _LONG_ENOUGH_S = 0.05  # of an exchange whose rate is to be told
 
 
@@ -100,8 +100,8 @@ class Report:
         gpu: Name, uuid and state of the GPU; None without one.
         rates: Bytes per second of a ``"copy"``, and operations per second of products by dtype.
         failures: What could not be measured, and why.
-        offset_s: How far the host's clock is ahead of rank 0's, where it was asked.
-        offset_error_s: Half the round trip of that.
+        offset_s: How far the host's clock is ahead of rank 0's.
+        offset_error_s: How much it may be otherwise.
         links: What this rank received.
         carrier: Interface that carried what this node sent to others; empty if none did.
     """
@@ -151,6 +151,7 @@ def host_report(rank: int, node_size: int, root_dir: Path, system: Path = _SYSTE
     }
     where = root_dir.resolve()
     existing = next(path for path in (where, *where.parents) if path.exists())
+    shm = Path("/dev/shm")
     return Report(
         rank=rank,
         host=socket.gethostname(),
@@ -159,16 +160,12 @@ def host_report(rank: int, node_size: int, root_dir: Path, system: Path = _SYSTE
         limits={
             "open files": _limit(resource.RLIMIT_NOFILE),
             "locked memory": _limit(resource.RLIMIT_MEMLOCK),
-            "shared memory": _total_nbytes(_SHARED_MEMORY),
+            "shared memory": shutil.disk_usage(shm).total if shm.exists() else 0.0,
             "free disk": shutil.disk_usage(existing).free,
         },
         interfaces=interfaces,
         rdma_gbit=max((float(_read(port / "rate").split()[0]) for port in active), default=0.0),
     )
-
-
-def _total_nbytes(path: Path) -> float:
-    return shutil.disk_usage(path).total if path.exists() else 0.0
 
 
 def _limit(kind: int) -> float:
@@ -393,29 +390,18 @@ def _sent_nbytes(report: Report, system: Path) -> dict[str, int]:
 
 
 def measure_clock(
-    report: Report,
-    topology: Topology,
-    control: dist.ProcessGroup | None,
-    clock: Callable[[], float] = time.time,
+    report: Report, control: dist.ProcessGroup, clock: Callable[[], float] = time.time
 ) -> None:
-    """Add how far the clock of each node's first rank is ahead of rank 0's; all ranks call this."""
-    for rank in range(topology.node_size, topology.world_size, topology.node_size):
-        if topology.rank not in (0, rank):
-            continue
-        trips = []
-        theirs = torch.zeros(2, dtype=torch.float64)
-        for _ in range(5):
-            start = clock()
-            if topology.rank == 0:
-                dist.send(torch.tensor([start], dtype=torch.float64), rank, group=control)
-                dist.recv(theirs[:1], rank, group=control)
-                end = clock()
-                trips.append(((end - start) / 2, float(theirs[0]) - (start + end) / 2))
-            else:
-                dist.recv(theirs[:1], 0, group=control)
-                dist.send(torch.tensor([clock()], dtype=torch.float64), 0, group=control)
-        if topology.rank == 0:
-            dist.send(torch.tensor(min(trips), dtype=torch.float64), rank, group=control)
-        else:
-            dist.recv(theirs, 0, group=control)
-            report.offset_error_s, report.offset_s = theirs.tolist()
+    """Add how far this host's clock is ahead of rank 0's; all ranks call this.
+
+    Between two barriers of rank 0, every rank reads its clock.
+    """
+    found = []
+    for _ in range(5):
+        times = []
+        for _ in range(3):
+            times.append(clock())
+            dist.barrier(control)
+        start, _, end = gather_objects(times, control)[0]
+        found.append(((end - start) / 2, times[1] - (start + end) / 2))
+    report.offset_error_s, report.offset_s = min(found)
