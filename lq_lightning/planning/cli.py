@@ -32,14 +32,17 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"Exit status: {FITS} fits, {DOES_NOT_FIT} does not fit, {WRONG_INPUT} wrong input.",
     )
     _add_plan_arguments(plan)
-    from lq_lightning.planning import doctor
-
-    command = commands.add_parser(
+    doctor = commands.add_parser(
         "doctor",
         help="measure a machine and name what is wrong with it",
-        description=doctor.__doc__,
+        description="Measure the machines of a run in half a minute, and name what is wrong. "
+        "Alone or under torchrun.",
     )
-    doctor.add_arguments(command)
+    profile = Path("lq_lightning_profile.json")
+    text = "JSON to write for `lq-lightning plan --profile FILE` (default: %(default)s)"
+    doctor.add_argument("--profile", type=Path, default=profile, metavar="FILE", help=text)
+    text = "where checkpoints will be written, whose free space is checked (default: here)"
+    doctor.add_argument("--root-dir", type=Path, default=Path(), metavar="DIR", help=text)
     return parser
 
 
@@ -75,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
             if others:
                 raise ValueError(f"lq-lightning doctor has no option {others[0]}.")
-            return doctor.main(arguments)
+            return doctor.examine(arguments.profile, arguments.root_dir)
         return _plan(arguments, others)
     except Exception as error:
         if arguments.command == "plan" and arguments.debug:

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -363,30 +362,17 @@ def describe(reports: Sequence[Report], profile: Profile, problems: Sequence[Pro
 # --- command --------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Define the options of ``lq-lightning doctor``."""
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        default=Path("lq_lightning_profile.json"),
-        metavar="FILE",
-        help="JSON to write for `lq-lightning plan --profile FILE` (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--root-dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="where checkpoints will be written, whose free space is checked (default: here)",
-    )
+def examine(profile: Path, root_dir: Path) -> int:
+    """Examine the machines of all ranks; return 1 if something is wrong that stops training.
 
-
-def main(arguments: Namespace) -> int:
-    """Examine the machines of all ranks; return 1 if something is wrong that stops training."""
+    Args:
+        profile: File for what plans take.
+        root_dir: Where checkpoints will be written, whose free space is checked.
+    """
     size = int(os.environ.get("WORLD_SIZE", 1))
     try:
         with _deadline(size), _joined(size) as control:
-            return _examine(arguments, control)
+            return _examine(profile, root_dir, control)
     except (RuntimeError, ValueError) as error:  # of a store, gloo or NCCL
         _say_cannot_talk(size, error)
         return 1
@@ -442,12 +428,12 @@ def _joined(size: int) -> Iterator[dist.ProcessGroup | None]:
             dist.destroy_process_group(None if ours else control)
 
 
-def _examine(arguments: Namespace, control: dist.ProcessGroup | None) -> int:
+def _examine(path: Path, root_dir: Path, control: dist.ProcessGroup | None) -> int:
     rank, size = (dist.get_rank(), dist.get_world_size()) if control else (0, 1)
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     local_rank = int(os.environ.get("LOCAL_RANK", rank % node_size))
     device = torch.device("cpu")
-    report = host_report(rank, node_size, arguments.root_dir)
+    report = host_report(rank, node_size, root_dir)
     try:
         if local_rank < torch.cuda.device_count():
             device = torch.device("cuda", local_rank)
@@ -470,6 +456,6 @@ def _examine(arguments: Namespace, control: dist.ProcessGroup | None) -> int:
         sys.stdout.write(describe(reports, profile, problems))
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
         found = {"when": when, "problems": [problem.text for problem in problems]}
-        arguments.profile.write_text(profile.to_json(**found, versions=reports[0].versions))
-        sys.stdout.write(f"profile: {arguments.profile}\n")
+        path.write_text(profile.to_json(**found, versions=reports[0].versions))
+        sys.stdout.write(f"profile: {path}\n")
     return int(any(problem.stops for problem in problems))

@@ -150,7 +150,7 @@ class Recorder(OperatorMode):
             self._count_tokens(*args[:2])
         if fake and name in _READS:
             return self._read(name, args[0])
-        if not fake and not self._makes_large(func, args, kwargs):
+        if not fake and not self._makes_large(func, name, args, kwargs):
             return func(*args, **kwargs)
         try:
             with self.fake_mode:
@@ -201,23 +201,15 @@ class Recorder(OperatorMode):
             )
         )
 
-    def _makes_large(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _makes_large(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether an operator on real tensors, or on none, makes a tensor of the device."""
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type != "cpu":
-            return False  # such as the meta device
-        name = str(func)
-        if name in _MADE_OF_SIZES:
-            numel = 1
-            for size in next((a for a in args if isinstance(a, (list, tuple))), ()):
-                numel *= int(size)
-        elif name in _MADE_LIKE:
-            numel = args[0].numel()
-        else:
+        device = torch.device(kwargs.get("device") or "cpu")
+        if name not in _MAKERS or device.type != "cpu":  # such as the meta device
             return False
-        dtype = kwargs.get("dtype") or torch.float32
-        limit = _REAL_WHOLE_NBYTES if dtype in (torch.int64, torch.int32) else _REAL_NBYTES
-        return numel * dtype.itemsize >= limit
+        with self.fake_mode:
+            made = func(*args, **kwargs)
+        is_whole = made.dtype in (torch.int64, torch.int32)
+        return bool(_nbytes(made) >= (_REAL_WHOLE_NBYTES if is_whole else _REAL_NBYTES))
 
     def begin_batch(self, batch: Any) -> None:
         """Count tokens anew: those of the batch, unless its forward embeds any."""
@@ -443,13 +435,11 @@ class Recorder(OperatorMode):
 
 
 _READS = {"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"}
-_MADE_OF_SIZES = {
+_MAKERS = {
     *("aten.empty.memory_format", "aten.zeros.default", "aten.ones.default", "aten.full.default"),
     *("aten.rand.default", "aten.randn.default", "aten.empty_strided.default"),
-    *("aten.randint.default", "aten.randint.low", "aten.randperm.default"),
+    *("aten.randint.default", "aten.randint.low"),
     *("aten.new_empty.default", "aten.new_zeros.default", "aten.new_full.default"),
-}
-_MADE_LIKE = {
     *("aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default"),
     *("aten.rand_like.default", "aten.randn_like.default", "aten.full_like.default"),
 }

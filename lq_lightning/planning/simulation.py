@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -33,7 +34,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
-from typing_extensions import override
 
 from lq_lightning._compat import simulation as compat
 from lq_lightning._compat.torch import any_rank, in_step, meet, read_note
@@ -52,50 +52,38 @@ from lq_lightning.strategies.tensor_parallel import TensorRanks
 from .recorder import Recorder, SimulatedEvent, SimulatedStream, SimulationError
 from .trace import Mark, Phase, Trace
 
+_HOOKS: dict[str, tuple[str, Phase]] = {  # the mark that they set, and the phase that begins
+    "on_fit_start": ("placed", "setup"),
+    "on_train_batch_start": ("batch", "forward"),
+    "on_before_backward": ("backward", "backward"),
+    "on_after_backward": ("", "other"),
+    "on_before_optimizer_step": ("optimizer", "optimizer"),
+    "on_train_batch_end": ("stepped", "other"),
+    "on_train_end": ("end", "other"),
+}
+
 
 class _Marks(Callback):
     """Marks the parts of each step."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        for hook, (name, phase) in _HOOKS.items():
+            setattr(self, hook, partial(self._mark, name, phase))
 
-    def _mark(self, name: str, phase: Phase, trainer: Trainer) -> None:
-        self._recorder.trace.events.append(Mark(name, trainer.global_step))
-        self._recorder.phase = phase
-
-    @override
-    def on_fit_start(self, trainer: Trainer, *unused: Any) -> None:
-        self._mark("placed", "setup", trainer)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    def _mark(
+        self, name: str, phase: Phase, trainer: Trainer, module: LightningModule, *more: Any
     ) -> None:
-        self._recorder.begin_batch(batch)
-        self._mark("batch", "forward", trainer)
-
-    @override
-    def on_before_backward(self, trainer: Trainer, *unused: Any) -> None:
-        self._mark("backward", "backward", trainer)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, *unused: Any) -> None:
-        self._recorder.phase = "other"
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, *unused: Any) -> None:
-        self._mark("optimizer", "optimizer", trainer)
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, *unused: Any) -> None:
-        self._mark("stepped", "other", trainer)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mark("end", "other", trainer)
-        self._recorder.trace.steps = trainer.global_step
-        self._recorder.name_owners(trainer, pl_module)
-        self._recorder.close()
+        recorder, trace = self._recorder, self._recorder.trace
+        recorder.phase = phase
+        if name == "batch":
+            recorder.begin_batch(more[0])
+        if name:
+            trace.events.append(Mark(name, trainer.global_step))
+        if name == "end":
+            trace.steps = trainer.global_step
+            recorder.name_owners(trainer, module)
+            recorder.close()
 
 
 TRAINING_ALONE: dict[str, Any] = {

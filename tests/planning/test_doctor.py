@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -447,18 +446,12 @@ def test_clocks_are_compared_between_barriers() -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return parser.parse_args(words)
-
-
 def test_one_rank_without_gpu_or_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     path = tmp_path / "profile.json"
-    assert doctor.main(arguments("--profile", str(path), "--root-dir", str(tmp_path))) == 0
+    assert doctor.examine(path, tmp_path) == 0
     said = capsys.readouterr().out
     assert "1 x 1 ranks, no GPU found" in said
     assert "us per operator" in said
@@ -477,7 +470,7 @@ def doctor_of_rank(rank: int, size: int, path: str, change: str) -> tuple[int, s
     if change == "GPU" and rank == 1:
         doctor.operator_time = fail  # type: ignore[assignment]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = doctor.main(arguments("--profile", path))
+        code = doctor.examine(Path(path), Path())
     assert dist.is_initialized()  # as it was before
     return code, said.getvalue()
 
@@ -502,20 +495,20 @@ def test_two_ranks(tmp_path: Path, change: str) -> None:
 
 
 def test_says_who_cannot_be_reached(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "h0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(dist, "init_process_group", unreachable)
     monkeypatch.setattr(doctor.socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert doctor.main(arguments()) == 1
+    assert doctor.examine(tmp_path / "profile.json", tmp_path) == 1
     said = capsys.readouterr().out
     assert said.startswith("STOPS TRAINING: rank 1 of 2 cannot talk to the others (DistNetworkErr")
     assert "this host's name means 127.0.1.1" in said
     assert "h0:29500 is open" in said
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert doctor.main(arguments()) == 1
+    assert doctor.examine(tmp_path / "profile.json", tmp_path) == 1
     assert "127.0.1.1" not in capsys.readouterr().out
 
 
@@ -524,17 +517,17 @@ def unreachable(*_: object, **__: object) -> None:
 
 
 def test_does_not_wait_forever(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[tuple[int, int]] = []
     monkeypatch.setattr(doctor, "_TIMEOUT", timedelta(seconds=0.5))
     monkeypatch.setattr(doctor.os, "kill", lambda *arguments: ended.append(arguments))
     monkeypatch.setattr(doctor, "_examine", lambda *_: time.sleep(0.2) or 0)
-    assert doctor.main(arguments()) == 0
+    assert doctor.examine(tmp_path / "profile.json", tmp_path) == 0
     assert ended == [(os.getpid(), signal.SIGTERM)]
     assert "cannot talk to the others (TimeoutError: nothing for 0 s)" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "_TIMEOUT", timedelta(seconds=1))
-    assert doctor.main(arguments()) == 0
+    assert doctor.examine(tmp_path / "profile.json", tmp_path) == 0
     time.sleep(0.1)
     assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
     assert capsys.readouterr().out == ""
