@@ -16,7 +16,7 @@ from typing_extensions import override
 from lq_lightning.callbacks.model_setup import AfterConfigureModel
 from lq_lightning.pipeline.schedules import Program as Orders
 from lq_lightning.pipeline.schedules import stages_of_rank, training_program
-from lq_lightning.planning.alternatives import Alternative, Setting, ranked, remedies
+from lq_lightning.planning.alternatives import Setting, ranked, remedies
 from lq_lightning.planning.changes import Model
 from lq_lightning.planning.config import (
     BATCH_REMEDY,
@@ -97,12 +97,6 @@ class LossPrice:
     text: str
     source: str
 
-    @classmethod
-    def of(cls, price: Price) -> LossPrice:
-        """Take over a price."""
-        percent, error = price.percent, price.error_percent
-        return cls(percent=percent, error_percent=error, text=str(price), source=price.source)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
@@ -123,18 +117,6 @@ class Choice:
     tokens_per_s: float
     price: LossPrice
     is_verified: bool
-
-    @classmethod
-    def of(cls, found: Alternative) -> Choice:
-        """Take over what was found."""
-        return cls(
-            changes=found.changes,
-            device_nbytes=found.outcome.device_nbytes,
-            seconds=found.outcome.seconds,
-            tokens_per_s=found.outcome.tokens_per_s,
-            price=LossPrice.of(found.price),
-            is_verified=found.verified,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,7 +315,7 @@ def plan_run(
         microbatches=simulated.microbatches,
         tokens_per_step=per_step,
         tokens=None if tokens is None else int(tokens),
-        price=LossPrice.of(price_of(simulated.options, place)),
+        price=_told(price_of(simulated.options, place)),
         batch=f"{describe(batch)} from {origin}",
     )
     return _with_alternatives(result, simulated, simulations) if alternatives else result
@@ -354,7 +336,15 @@ def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulatio
         clock=time.process_time,
     )
     found = search(options, simulations.evaluate, setting)
-    choices = tuple(Choice.of(each) for each in found.fitting)
+    choices = tuple(
+        Choice(
+            changes=each.changes,
+            **asdict(each.outcome),
+            price=_told(each.price),
+            is_verified=each.verified,
+        )
+        for each in found.fitting
+    )
     notes = plan.notes
     if not choices:
         notes += (f"None of {len(found.too_large) - 1} other choices that were tried fits.",)
@@ -367,6 +357,11 @@ def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulatio
         remedies=() if plan.fits else choices[:_REMEDIES],
         notes=notes,
     )
+
+
+def _told(price: Price) -> LossPrice:
+    percent, error = price.percent, price.error_percent
+    return LossPrice(percent=percent, error_percent=error, text=str(price), source=price.source)
 
 
 def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None:
@@ -383,15 +378,13 @@ def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None
 
 def _with_layout(machine: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the nodes and devices that the Trainer has."""
-    devices, nodes = own.get("devices", "auto"), own.get("num_nodes", 1)
+    given = {name: value for name, value in machine.items() if value is not None}
+    if "profile" in given:
+        return given
+    devices = own.get("devices", "auto")
     count = len(devices) if isinstance(devices, (list, tuple)) else devices
     count = int(count) if str(count).isdigit() else _DEFAULT_GPUS
-    known = dict(machine)
-    if known.get("profile") is None:
-        known["nodes"] = nodes if known.get("nodes") is None else known["nodes"]
-        if known.get("gpus_per_node") is None:
-            known["gpus_per_node"] = count
-    return known
+    return {"nodes": own.get("num_nodes", 1), "gpus_per_node": count, **given}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -432,10 +425,9 @@ class Simulation:
 
     def memory(self, machine: Machine) -> tuple[RankMemory, ...]:
         """Peaks of the ranks."""
-        simulated = zip(self.ranks, self.places, self.traces, strict=True)
         return tuple(
             RankMemory(rank=rank, stage=place, peak=peak_memory(trace, machine))
-            for rank, place, trace in simulated
+            for rank, place, trace in zip(self.ranks, self.places, self.traces, strict=True)
         )
 
     def _replayed(self, machine: Machine) -> tuple[list[Trace], Machine, Orders | None]:
@@ -461,11 +453,10 @@ class Simulation:
             return self.traces[self.places.index(place)]
         if self.pipeline is None:
             raise AssertionError("without a pipeline there is one place")
-        middle, trace = self.places[1], self.traces[1]
         line, size = self.pipeline, self.pipeline.pipeline_size
         stages = [
             stages_of_rank(line.schedule, each, size * line.stages_per_rank, size)
-            for each in (middle, place)
+            for each in (self.places[1], place)
         ]
         moved = dict(zip(*stages, strict=True))
 
@@ -475,7 +466,7 @@ class Simulation:
             kind, stage, microbatch = event.action
             return replace(event, action=(kind, moved[stage], microbatch))
 
-        return replace(trace, events=[move(event) for event in trace.events])
+        return replace(self.traces[1], events=[move(event) for event in self.traces[1].events])
 
 
 class _Observer(Callback):
@@ -544,18 +535,17 @@ class Simulations:
         size = 1 if pipeline is None else pipeline.pipeline_size
         places = tuple(range(size)) if size <= _MOST_STAGES else (0, size // 2, size - 1)
         ranks = tuple(place * (world_size // size) for place in places)
-        options, model = observer.options, observer.model
+        options, model, replicas = observer.options, observer.model, observer.replicas
         traces += [self._trace(build, observer, rank, traces[0]) for rank in ranks[1:]]
-        layout = Layout(
-            data_parallel=observer.replicas,
-            tensor_parallel=max(1, world_size // (size * observer.replicas)),
-            pipeline=size,
-        )
         return Simulation(
             ranks=ranks,
             places=places,
             traces=tuple(traces),
-            layout=layout,
+            layout=Layout(
+                data_parallel=replicas,
+                tensor_parallel=max(1, world_size // (size * replicas)),
+                pipeline=size,
+            ),
             pipeline=pipeline,
             options=options,
             model=model,
