@@ -82,7 +82,8 @@ def alike_ranks(rank: int, world_size: int) -> Iterator[None]:
         "new_group": new_group,
     }
     with ExitStack() as stack:
-        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(dist, name, function))

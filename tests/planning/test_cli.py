@@ -105,13 +105,6 @@ def test_what_nobody_expects_says_so(
         cli.main(["plan", SMALL, "--debug"])
 
 
-def test_the_doctor_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor", "--help"])
-    assert ended.value.code == 0
-    assert "--profile" in capsys.readouterr().out
-
-
 def _examples() -> list[Any]:
     page = (EXAMPLES.parent / "docs" / "plan.md").read_text()
     found = re.findall(

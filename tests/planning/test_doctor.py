@@ -19,7 +19,7 @@ from lq_testing import run_ranks
 from torch import nn
 
 from lq_lightning.foundation.topology import Topology
-from lq_lightning.planning import doctor, survey
+from lq_lightning.planning import cli, doctor, survey
 from lq_lightning.planning.doctor import diagnose, make_profile
 from lq_lightning.planning.machine import GPUS, make_machine
 from lq_lightning.planning.survey import Exchange, LinkTime, Measured, Report, exchanges
@@ -305,7 +305,10 @@ def test_every_rank_has_partners_and_every_link_is_used() -> None:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def test_reads_interfaces_and_rdma_of_the_system(tmp_path: Path) -> None:
+def test_reads_interfaces_and_rdma_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     files = {
         "net/eth0/speed": "25000\n",
         "net/eth0/operstate": "up\n",
@@ -327,11 +330,7 @@ def test_reads_interfaces_and_rdma_of_the_system(tmp_path: Path) -> None:
     assert report.limits["free disk"] > 0
     assert str(report) == f"rank 3 (host {report.host})"
     assert report.versions["torch"] == torch.__version__
-
-
-def test_versions_contain_the_variables_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    assert survey.host_report(0, 1, Path()).versions["NCCL_IB_DISABLE"] == "1"
+    assert report.versions["NCCL_IB_DISABLE"] == "1"
 
 
 def test_counts_the_operators_that_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +450,7 @@ def test_one_rank_without_gpu_or_network(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     path = tmp_path / "profile.json"
-    assert doctor.examine(path, tmp_path) == 0
+    assert cli.main(["doctor", f"--profile={path}", f"--root-dir={tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert "1 x 1 ranks, no GPU found" in said
     assert "us per operator" in said
