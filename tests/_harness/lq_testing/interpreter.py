@@ -1,4 +1,4 @@
-"""Triton's interpreter: when kernels can run in it, and what makes it three times as fast."""
+"""Triton's interpreter: when kernels can run in it, and what makes it several times as fast."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def quick_interpreter(context: pytest.MonkeyPatch) -> None:
     context.setattr(interpreter, "_get_np_dtype", _by_name(interpreter._get_np_dtype))
     context.setattr(interpreter.ReduceOps, "generic_reduce", _reduce_slices(interpreter.ReduceOps))
     _remember_types(context)
+    _take_equal_types(context)
 
 
 def _patch_once(interpreter: Any) -> Any:
@@ -130,3 +131,48 @@ def _remember_types(context: pytest.MonkeyPatch) -> None:
 
     context.setattr(core.block_type, "__init__", block)
     context.setattr(core.tensor, "__init__", tensor)
+
+
+def _take_equal_types(context: pytest.MonkeyPatch) -> None:
+    """Operands of one type as they are, and no checks whose results nobody reads."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    unwrap, block_eq, checked, broadcast = (
+        core._unwrap_if_constexpr,
+        core.block_type.__eq__,
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.broadcast_impl_value,
+    )
+    plain = (core.tensor, core.dtype, core.block_type, core.pointer_type, int, bool, float, str)
+
+    def unwrapped(o: Any) -> Any:
+        if type(o) is core.constexpr:
+            return o.value
+        return o if type(o) in plain else unwrap(o)
+
+    def equal(self: Any, other: Any) -> Any:
+        return self is other or (
+            self.name == other.name if type(other) is core.block_type else block_eq(self, other)
+        )
+
+    def same(lhs: Any, rhs: Any) -> bool:
+        return type(lhs) is type(rhs) is core.tensor and lhs.type.name == rhs.type.name
+
+    def check(self: Any, lhs: Any, rhs: Any, *options: bool, div_or_mod: bool = False) -> Any:
+        divides = div_or_mod or options[3:] == (True,)
+        if same(lhs, rhs) and not lhs.dtype.is_ptr():
+            if not divides or lhs.dtype.primitive_bitwidth >= 32:
+                return lhs, rhs
+        options = options or (False, False, True, div_or_mod)
+        return checked(self, lhs, rhs, *options)
+
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if same(lhs, rhs) else broadcast(self, lhs, rhs)
+
+    context.setattr(core, "_unwrap_if_constexpr", unwrapped)
+    context.setattr(core.block_type, "__eq__", equal)
+    context.setattr(TritonSemantic, "binary_op_type_checking_impl", check)
+    context.setattr(TritonSemantic, "broadcast_impl_value", broadcasted)
+    # asserts are made in debug mode alone, which the interpreter has none of
+    context.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
