@@ -143,10 +143,10 @@ def _fit(
 RUNS = {
     False: {
         4: [(1, 2, False, "one"), (1, 1, False, "4a"), (1, 2, True, "4b"), (1, 1, True, "4c")],
-        2: [(1, 2, False, "4a"), (1, 1, False, "2a"), (1, 2, True, "2b")],
+        2: [(1, 2, False, "4a")],
     },
     True: {
-        8: [(2, 2, False, "one"), (2, 2, True, "8a"), (1, 2, False, "8b")],
+        8: [(2, 2, False, "one"), (2, 2, True, "8a")],
         4: [(2, 1, False, "8a"), (2, 2, True, "4a"), (1, 2, False, "4b")],
     },
 }

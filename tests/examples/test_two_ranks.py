@@ -1,15 +1,28 @@
-"""The example on two ranks with quantized communication, started as a user starts it."""
+"""The example on two ranks with quantized communication."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from lq_testing.lightning_models import run_trainer
 from pretraining import report
+
+
+def _main(rank: int, world: int, examples: str, root: str, arguments: list[str]) -> None:
+    """Run ``pretrain.py`` as torchrun does, what it prints going to a file."""
+    os.chdir(root)
+    sys.path.insert(0, examples)
+    sys.argv = [f"{examples}/pretrain.py", *arguments]
+    with open(f"shown{rank}", "w") as shown:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(shown.fileno(), stream.fileno())
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.stdout.flush()
 
 
 def _run(stage: str, config: str, examples: Path, tmp_path: Path, *options: str) -> str:
@@ -26,21 +39,10 @@ def _run(stage: str, config: str, examples: Path, tmp_path: Path, *options: str)
         "data.cache_dir": tmp_path / "data",
         "sample.max_new_tokens": 5,
     }
-    command = [sys.executable, str(examples / "pretrain.py"), stage]
-    command += [f"--config={examples}/configs/{config}.yaml"]
-    command += [f"--{name}={value}" for name, value in values.items()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(examples.parent)}
-    finished = subprocess.run(
-        [*command, *options],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout + finished.stderr
+    arguments = [stage, f"--config={examples}/configs/{config}.yaml"]
+    arguments += [f"--{name}={value}" for name, value in values.items()]
+    run_trainer(_main, 2, str(examples), str(tmp_path), [*arguments, *options], timeout=240.0)
+    return "".join((tmp_path / f"shown{rank}").read_text() for rank in range(2))
 
 
 @pytest.mark.usefixtures("text_folder")

@@ -27,7 +27,7 @@ from lq_lightning import (
     WeightQuantization,
 )
 
-STEPS, CODED_STEPS = 6, 10
+STEPS, CODED_STEPS = 3, 8
 
 
 class OfAllTokens(SequenceParallel):

@@ -155,7 +155,7 @@ class Sequences(Dataset[Tensor]):
         self.start = start
 
     def __len__(self) -> int:
-        return 16
+        return 5
 
     def __getitem__(self, index: int) -> Tensor:
         return batch(self.start(index), size=1)[0]
@@ -166,7 +166,7 @@ class Stream(IterableDataset[Tensor]):
         self.replica = replica
 
     def __iter__(self) -> Any:
-        return iter(Sequences()[2 * i + self.replica] for i in range(8))
+        return iter(Sequences()[2 * i + self.replica] for i in range(4))
 
 
 class DrawsAlone(Callback):

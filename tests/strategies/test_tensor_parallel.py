@@ -21,7 +21,7 @@ from torchmetrics import SumMetric
 
 from lq_lightning import GradientQuantization, QuantizedFSDPStrategy, WeightQuantization
 
-STEPS = 10
+STEPS = 6
 
 
 def _fit(
