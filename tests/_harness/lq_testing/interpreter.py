@@ -160,10 +160,10 @@ def _take_equal_types(context: pytest.MonkeyPatch) -> None:
         return type(lhs) is type(rhs) is core.tensor and lhs.type.name == rhs.type.name
 
     def check(self: Any, lhs: Any, rhs: Any, *options: bool, div_or_mod: bool = False) -> Any:
+        known = same(lhs, rhs) and not lhs.dtype.is_ptr()
         divides = div_or_mod or options[3:] == (True,)
-        if same(lhs, rhs) and not lhs.dtype.is_ptr():
-            if not divides or lhs.dtype.primitive_bitwidth >= 32:
-                return lhs, rhs
+        if known and (not divides or lhs.dtype.primitive_bitwidth >= 32):
+            return lhs, rhs
         options = options or (False, False, True, div_or_mod)
         return checked(self, lhs, rhs, *options)
 
