@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 aten: Any = torch.ops.aten
@@ -240,9 +241,10 @@ def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
 
 # --- operators ----------------------------------------------------------------------------------
 
-_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {  # formula, and operands that it takes
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": (sdpa_flop, 3),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (sdpa_backward_flop, 4),
+# Place of the queries among the operands, and products of forward (q k, p v) or backward.
+_ATTENTION = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": (0, 1, 1),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (1, 3, 2),
 }
 
 
@@ -250,8 +252,13 @@ def flops_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     """Operations of a product or of attention, of which causal attention needs half; else 0."""
     name = str(operator)
     if name in _ATTENTION:
-        formula, operands = _ATTENTION[name]
-        count = int(formula(*[tensor.shape for tensor in args[:operands]]))
+        # Not by torch's formula, whose 2.11 knows no groups of heads that share keys and values.
+        place, with_keys, with_values = _ATTENTION[name]
+        (*heads, queries, channels), (*_, keys, _), (*_, wide) = (
+            tensor.shape for tensor in args[place : place + 3]
+        )
+        count = 2 * math.prod(heads) * queries * keys
+        count *= with_keys * channels + with_values * wide
     elif operator._overloadpacket in flop_registry:
         count = int(flop_registry[operator._overloadpacket](*args, **kwargs, out_val=result))
     else:

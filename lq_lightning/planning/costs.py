@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .trace import Collective, Operator
+from .trace import SHARDED, Collective, Operator
 
 if TYPE_CHECKING:
     from .machine import Gpu, Machine
@@ -47,8 +47,12 @@ LAUNCH_S = Constant(2.5e-6, "kernels_h200.json")
 """Seconds of an operator beyond its bytes: from 64 and 256 MB of each codec."""
 DEPTH = Constant(32.0, "activations_table.json")
 """Elements of the summed dimension of a product that filling its pipeline takes the time of."""
-SUSTAINED = Constant(0.90, "step_time_nvlink.json")
-"""What remains of a large product's rate in training, at the power that it draws for long."""
+SUSTAINED = Constant(1.05, "plan_accuracy.json")
+"""Rate of large products in training, of that alone on random numbers, which draw more power."""
+EXACT_FLOAT8 = Constant(0.45, "plan_accuracy.json")
+"""What remains of the rate of FP8 products that add up in fp32, as ours do in backward."""
+EXCHANGED = Constant(0.85, "plan_accuracy.json")
+"""What remains of a link between nodes in an all-to-all, which waits for the slowest of peers."""
 ATTENTION_FORWARD = Constant(0.80, "activations_long.json")
 ATTENTION_BACKWARD = Constant(0.68, "activations_long.json")
 """Shares of the rate of large products that attention reaches; more than 64 channels per head."""
@@ -168,7 +172,7 @@ def is_codec(operator: Operator) -> bool:
 
 def is_view(operator: Operator) -> bool:
     """Tell whether an operator does nothing on the device."""
-    return short_name(operator) in _VIEWS
+    return operator.name == SHARDED or short_name(operator) in _VIEWS
 
 
 def operator_seconds(operator: Operator, gpu: Gpu, slower: Slower = Slower()) -> float:
@@ -219,6 +223,8 @@ def _computing(operator: Operator, gpu: Gpu) -> float:
     key = str(dtype).removeprefix("torch.")
     key = "float8" if key.startswith("float8") else key
     rate = SUSTAINED.value * gpu.products.get(key, gpu.products["bfloat16"])
+    if key == "float8" and operator.phase == "backward":
+        rate *= EXACT_FLOAT8.value
     if "attention" in name:
         part = ATTENTION_BACKWARD if "backward" in name else ATTENTION_FORWARD
         return operator.flops / (rate * part.value)
@@ -250,8 +256,10 @@ def _product(operator: Operator) -> tuple[int, int, int, int] | None:
         return 1, rows, depth, columns
     if not operator.flops or len(matrices) < 2:
         return None
-    (*batch, rows, depth), (*_, columns) = matrices[-2:]
-    return math.prod(batch), rows, depth, columns
+    *batch, rows, depth = matrices[-2]
+    # Not the second operand's: `_scaled_mm` takes its transpose.
+    columns = operator.flops // (2 * math.prod(batch) * rows * depth)
+    return math.prod(batch), rows, depth, max(1, columns)
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -303,4 +311,6 @@ def collective_costs(
         hops_within * machine.within_node.latency_s + hops_between * machine.between_nodes.latency_s
     )
     within_s = within / machine.within_node.bytes_per_s
+    if collective.kind == "all_to_all":
+        between /= EXCHANGED.value
     return waiting, within_s, between / machine.between_nodes.bytes_per_s

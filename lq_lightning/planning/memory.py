@@ -6,6 +6,7 @@ What the allocator does not see is added from published figures, with their erro
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from lq_lightning.planning.allocator import MIB, CachingAllocator
+from lq_lightning.planning.timing import SURE
 from lq_lightning.planning.trace import (
+    SHARDED,
     Allocate,
     Collective,
     Event,
@@ -50,16 +53,16 @@ _WORKSPACE_NBYTES = 32 * MIB
 """Of cuBLAS, which each thread keeps per stream. PyTorch takes 32 MiB on Hopper and later, 8.1 MiB
 before. Autograd runs backward on a thread of its own."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "linear", "convolution")
-_RING_NBYTES = 350e6
-"""Of an NCCL communicator with rings and trees: 4 MiB and more per channel and neighbour. Reports
-range from 0.1 to 0.6 GB on machines with NVLink."""
-_PEER_NBYTES = {True: 450e6, False: 40e6}
-"""Of an all-to-all, per peer on the same node, with and without NVLink: 3.3 GB were reported for
-8 H100s, which open 32 channels of 10 MiB and more per peer (NVIDIA/nccl#1685)."""
-_NCCL_ERROR = 0.7
-_CONTEXT_ERROR = 0.2
-_ALLOCATED_ERROR = 0.015
-"""Of the peak of allocated bytes: temporary memory within kernels, workspaces, moments of frees."""
+# NCCL 2.28 on H200s, as `plan_accuracy.json` shows: of its kernels and their stacks; of a
+# communicator over NVLink, and of one that nothing uses; per peer in an all-to-all over NVLink; of a
+# network without RDMA, whose buffers are the host's, and of exchanges over it; of the neighbours in
+# a pipeline. Other versions and networks differ.
+_NCCL_NBYTES, _RING_NBYTES, _UNUSED_NBYTES = 615 * MIB, 484 * MIB, 190 * MIB
+_PEER_NBYTES, _NETWORK_NBYTES, _EXCHANGE_NBYTES = 384 * MIB, 230 * MIB, 460 * MIB
+_NEIGHBOURS_NBYTES = 930 * MIB
+_NCCL_ERROR, _CONTEXT_ERROR = 0.25, 0.1
+_RESERVED_ERROR = 0.055
+"""Of what the allocator reserves, where streams and sizes of blocks meet otherwise than here."""
 _TIMELINE_POINTS = 240
 _AFTER = {"batch": "forward", "backward": "backward", "optimizer": "optimizer", "stepped": "other"}
 
@@ -111,13 +114,13 @@ def peak_memory(trace: Trace, machine: Machine, *, expandable_segments: bool = F
     constant, error = _outside_allocator(trace, machine)
     parts: dict[str, int] = {kind: replay.at_peak.get(kind, 0) for kind in KINDS}
     parts |= {"CUDA and NCCL": constant, "fragmentation": reserved - allocated}
-    error += int(_ALLOCATED_ERROR * allocated) + _WORKSPACE_NBYTES
+    error = int(SURE * math.hypot(error, _RESERVED_ERROR * reserved))
     return MemoryPeak(
         allocated_nbytes=allocated,
         reserved_nbytes=reserved,
         device_nbytes=reserved + constant,
-        low_nbytes=allocated + constant - error,
-        high_nbytes=reserved + (reserved - allocated) // 2 + constant + error,
+        low_nbytes=max(allocated, reserved + constant - error),
+        high_nbytes=reserved + constant + error,
         kinds=parts,
         when=moments.words(replay.peak_index, replay.peak_storage, replay.kinds),
         timeline=tuple(
@@ -131,14 +134,25 @@ def _outside_allocator(trace: Trace, machine: Machine) -> tuple[int, int]:
     """Return bytes of CUDA's context and NCCL's communicators, and their error."""
     rings: set[tuple[int, int]] = set()
     exchanges: set[tuple[int, int]] = set()
+    nccl = _NCCL_NBYTES
     for event in trace.events:
         if isinstance(event, Collective) and event.ranks > 1:
-            point_to_point = event.kind in ("all_to_all", "send", "recv")
-            (exchanges if point_to_point else rings).add((event.ranks, event.nodes))
-    nccl = len(rings | exchanges) * _RING_NBYTES
-    nccl += sum(_PEER_NBYTES[machine.nvlink] * (ranks // nodes - 1) for ranks, nodes in exchanges)
+            kinds = exchanges if event.kind == "all_to_all" else rings
+            kinds.add((event.ranks, event.nodes))
+    if any(ranks > nodes for ranks, nodes in rings | exchanges):  # that of all ranks, and another
+        nccl += _UNUSED_NBYTES + _RING_NBYTES
+    for ranks, nodes in rings | exchanges:
+        nccl += _RING_NBYTES if ranks > nodes else _NETWORK_NBYTES
+    for ranks, nodes in exchanges:
+        nccl += machine.nvlink * _PEER_NBYTES * (ranks // nodes - 1)
+        nccl += (nodes > 1) * _EXCHANGE_NBYTES
+    events = trace.events
+    if any(isinstance(event, Collective) and event.kind in ("send", "recv") for event in events):
+        nccl += _NEIGHBOURS_NBYTES
+    if any(isinstance(event, Operator) and event.name == SHARDED for event in events):
+        nccl += _RING_NBYTES
     context = machine.gpu.context_nbytes
-    return int(context + nccl), int(_CONTEXT_ERROR * context + _NCCL_ERROR * nccl)
+    return context + nccl, int(_CONTEXT_ERROR * context + _NCCL_ERROR * nccl)
 
 
 class _Replay:

@@ -24,6 +24,7 @@ from lq_lightning.strategies.pipelines.logs import Logged, OutcomeBroadcast
 
 from .trace import (
     HOST,
+    SHARDED,
     Allocate,
     Collective,
     CollectiveKind,
@@ -139,6 +140,8 @@ class Recorder(OperatorMode):
     ) -> Any:
         """Compute shapes, and note the operator."""
         if any(issubclass(each, DTensor) for each in types):
+            if not self._closed:
+                self._note_operator(SHARDED, "", [], [], flops=0, dtype=torch.float32)
             return NotImplemented  # the operators on their parts follow
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")

@@ -38,6 +38,7 @@ from .pipeline_time import PipelineClock, Span
 from .trace import (
     COMPUTING,
     HOST,
+    SHARDED,
     Allocate,
     Collective,
     Event,
@@ -55,13 +56,11 @@ if TYPE_CHECKING:
 SURE = 1.645  # standard deviations around an interval that contains 90%
 
 # Host time in that of issuing an operator. Python around operators is counted where a trace shows
-# it: hooks of FSDP2 and ours by the events that they record and wait for. Fitted to steps that the
-# host bounds: of 125M parameters in `lightning_step_125m_nvlink.json`, of tensor parallelism alone
-# in `step_time_tensor_parallel_25gbit.json` ("no-communication"), and compiled in
-# `recipes_tensor_parallel_fsdp2_a.json`.
-OPERATOR_CALLS, EVENT_CALLS, COLLECTIVE_CALLS, BATCH_CALLS = 2.0, 16.0, 15.0, 300.0
-# DTensor's Python, by the collectives on the computing stream, and where it is compiled.
-TENSOR_CALLS, COMPILED_TENSOR_CALLS = 93.0, 32.0
+# it: hooks of FSDP2 and ours by the events that they record and wait for, DTensor's by operators on
+# them. Compiled code launches fewer kernels, each after more of it. Fitted to the steps of
+# `plan_accuracy.json` that the host bounds.
+OPERATOR_CALLS, COMPILED_CALLS, SHARDED_CALLS = 1.0, 4.5, 7.5
+EVENT_CALLS, COLLECTIVE_CALLS, BATCH_CALLS = 9.5, 7.5, 150.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,8 +345,14 @@ class _Replay:
         return self._host
 
     def _operator(self, operator: Operator, seconds: float) -> None:
-        issued = self._issue(OPERATOR_CALLS)
-        if is_view(operator):
+        if operator.name == SHARDED:
+            self._issue(SHARDED_CALLS)
+            return
+        view, calls = is_view(operator), OPERATOR_CALLS
+        if self.prepared.compiled:
+            calls = 0.0 if view else COMPILED_CALLS
+        issued = self._issue(calls)
+        if view:
             return
         stream = operator.stream
         part = OPTIMIZER if operator.phase == "optimizer" else COMPUTE
@@ -367,8 +372,7 @@ class _Replay:
         self._span(row, f"{operator.phase}: {part}", begin, begin + seconds)
 
     def _collective(self, collective: Collective, seconds: float) -> None:
-        calls = COMPILED_TENSOR_CALLS if self.prepared.compiled else TENSOR_CALLS
-        issued = self._issue(calls if collective.stream == COMPUTING else COLLECTIVE_CALLS)
+        issued = self._issue(COLLECTIVE_CALLS)
         level = BETWEEN if collective.nodes > 1 else WITHIN
         if collective.kind in ("send", "recv"):  # the schedule says when
             if collective.kind == "send" and collective.action is not None and self._timed:

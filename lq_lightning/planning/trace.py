@@ -15,6 +15,8 @@ CollectiveKind = Literal[
 ]
 COMPUTING, HOST = 0, -1
 """The stream on which users' code runs, and the host where it waits for a stream."""
+SHARDED = "sharded.dispatch"
+"""Name of an operator on DTensors, which is host time alone; those on their parts follow."""
 
 
 @dataclass(slots=True, eq=False)
