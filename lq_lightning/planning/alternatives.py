@@ -1,8 +1,8 @@
 """What else would work, and what to change where a run does not fit.
 
 Each alternative is judged by a function that simulates it. That takes seconds, so models are
-shortened to a few of their equal layers, time is limited, and only what is shown is simulated as a
-whole. What there was no time for is named.
+shortened to a few of their equal layers, time is limited, and only the best of what is shown is
+simulated as a whole. What there was no time for is named.
 """
 
 from __future__ import annotations
@@ -63,15 +63,6 @@ class Alternative:
         loss = max(0.0, self.added.percent or 0.0)
         return bool(self.added.unmeasured), slower + PERCENT_OF_TIME * loss
 
-    def __str__(self) -> str:
-        """One line: changes, GiB, ms, tokens/s and price."""
-        found = self.outcome
-        return (
-            f"{', '.join(self.changes) or 'as it is'}: {found.device_nbytes / 2**30:.1f} GiB, "
-            f"{1e3 * found.seconds:.0f} ms, {found.tokens_per_s:.0f} tokens/s, loss {self.price}"
-            + ("" if self.verified else " (estimated from few layers)")
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternatives:
@@ -81,14 +72,14 @@ class Alternatives:
         base: The run as it is.
         fitting: What fits; the fastest first, or the cheapest where the run itself does not fit.
         too_large: What does not fit, the smallest first.
-        refused: What cannot run, and why.
+        refused: Why changes cannot be made.
         left_out: What there was no time for.
     """
 
     base: Alternative
     fitting: tuple[Alternative, ...]
     too_large: tuple[Alternative, ...]
-    refused: tuple[tuple[str, str], ...]
+    refused: dict[str, str]
     left_out: tuple[str, ...]
 
 
@@ -103,7 +94,7 @@ class Setting:
         base: Outcome of the run as it is, if it is known.
         base_s: Seconds that it took to simulate that.
         kind: Studies from which prices are taken first.
-        shown: So many of the best are simulated as a whole.
+        shown: So many are shown.
         time_limit_s: Time for all simulations.
         clock: Tells seconds.
     """
@@ -120,20 +111,22 @@ class Setting:
 
 
 def ranked(options: RunOptions, evaluate: Evaluate, setting: Setting) -> Alternatives:
-    """Find what else fits, by tokens per second.
+    """Find what else fits, by tokens per second; only what is faster is simulated as a whole.
 
     Raises:
         ValueError, NotImplementedError, RuntimeError: The run as it is cannot run.
     """
     search = _Search(options, evaluate, setting)
+    base = search.base.outcome
     by_products = sorted(search.changes, key=lambda c: c.choices.get("recipe") not in FAST_RECIPES)
-    search.try_all([(change,) for change in in_turn(by_products, FASTEST_FIRST)])
-    best = search.best_seconds()
+    search.try_all((change,) for change in in_turn(by_products, FASTEST_FIRST))
+    times = [each.outcome.seconds for each in search.found.values() if search.fits(each)]
+    best = min(times, default=float("inf"))
     search.try_all(search.pairs(lambda pair: search.seconds(pair) < best, search.seconds))
-    search.try_all([search.all_that_help()])
-    as_it_is = search.base.outcome
+    search.try_all([search.together(search.seconds)])
     return search.result(
-        lambda found: (-found.outcome.tokens_per_s, *found.cost(as_it_is), found.changes)
+        lambda found: (-found.outcome.tokens_per_s, *found.cost(base), found.changes),
+        lambda found: found.outcome.tokens_per_s > base.tokens_per_s,
     )
 
 
@@ -149,25 +142,28 @@ def remedies(options: RunOptions, evaluate: Evaluate, setting: Setting) -> Alter
     """
     search = _Search(options, evaluate, setting)
     smaller = [change for change in search.changes if change.memory != "more"]
-    search.try_all([(change,) for change in in_turn(smaller, SMALLEST_FIRST)])
-    search.try_all(search.pairs(search.need_each_other, search.cost))
-    if not search.anything_fits():
-        search.try_all([search.all_that_save()])
-    as_it_is = search.base.outcome
-    return search.result(lambda found: (*found.cost(as_it_is), found.changes))
+    search.try_all((change,) for change in in_turn(smaller, SMALLEST_FIRST))
+
+    def need_each_other(pair: Changes) -> bool:
+        alone = [search.nbytes((change,)) for change in pair]
+        return max(alone) < search.nbytes(()) and min(alone) > setting.memory_nbytes
+
+    search.try_all(search.pairs(need_each_other, search.cost))
+    if not any(map(search.fits, search.found.values())):
+        search.try_all([search.together(search.nbytes)])
+    base = search.base.outcome
+    return search.result(lambda found: (*found.cost(base), found.changes), lambda found: True)
 
 
 Changes = tuple[Change, ...]
-Order = Callable[[Alternative], tuple[Any, ...]]
 
 
 class _Search:
-    """Tries changes of a run, and notes what came of them; begins with the run as it is."""
+    """Tries changes of a run, and notes what came of them; ``()`` is the run as it is."""
 
     def __init__(self, options: RunOptions, evaluate: Evaluate, setting: Setting) -> None:
         self._options, self._evaluate, self._setting = options, evaluate, setting
         self.changes = changes_of(options, setting.machine, setting.model)
-        self._found: dict[Changes, Alternative] = {}
         self._refused: dict[str, str] = {}
         self._left_out: dict[str, None] = {}
         began, limit = setting.clock(), setting.time_limit_s
@@ -181,13 +177,11 @@ class _Search:
             self._estimate.compare(options, outcome)
         self._estimate_s = setting.clock() - began
         verified = setting.base is not None or self._estimate.few_layers(options) is None
-        self.base = self._alternative((), options, outcome, verified)
+        self.base = self._alternative((), outcome, verified)
+        self.found = {(): self.base}
 
-    # --- simulations ------------------------------------------------------------------------------
-
-    def _alternative(
-        self, changes: Changes, options: RunOptions, outcome: Outcome, verified: bool
-    ) -> Alternative:
+    def _alternative(self, changes: Changes, outcome: Outcome, verified: bool) -> Alternative:
+        options = self._changed(changes)
         price = price_of(options, self._setting.machine, self._setting.kind)
         return Alternative(
             changes=tuple(change.label for change in changes),
@@ -198,146 +192,102 @@ class _Search:
             verified=verified,
         )
 
+    def _changed(self, changes: Changes) -> RunOptions:
+        choices = {name: value for change in changes for name, value in change.choices.items()}
+        return replace(self._options, **choices)
+
     def try_all(self, sets: Iterable[Changes]) -> None:
         """Estimate sets of changes, in order, while there is time."""
+        too_large = self.base.outcome.device_nbytes > _MARGIN * self._setting.memory_nbytes
         for changes in sets:
             label = ", ".join(change.label for change in changes)
-            if not changes or changes in self._found or self._cannot_fit(changes):
+            larger = too_large and all(change.memory == "more" for change in changes)
+            if changes in self.found or larger:
                 continue
             began = self._setting.clock()
             if began + self._estimate_s > self._estimates_end:
                 self._left_out[label] = None
                 continue
-            options = _changed(self._options, changes)
             try:
-                outcome = self._estimate(options)
-                whole = self._estimate.few_layers(options) is None
-                self._found[changes] = self._alternative(changes, options, outcome, whole)
+                options = self._changed(changes)
+                outcome, whole = self._estimate(options), self._estimate.few_layers(options) is None
+                self.found[changes] = self._alternative(changes, outcome, whole)
             except REFUSALS as refused:
                 self._refused[label] = str(refused)
             self._estimate_s = max(self._estimate_s, self._setting.clock() - began)
-
-    def _cannot_fit(self, changes: Changes) -> bool:
-        """Whether a run that is too large would need even more memory."""
-        too_large = self.base.outcome.device_nbytes > _MARGIN * self._setting.memory_nbytes
-        return too_large and all(change.memory == "more" for change in changes)
 
     # --- what to try next -------------------------------------------------------------------------
 
     def _gains(self, changes: Changes, of: Callable[[Outcome], float]) -> float:
         """Expect of changes made together what each of them alone brings."""
         base = of(self.base.outcome)
-        return base + sum(of(self._found[(change,)].outcome) - base for change in changes)
+        return base + sum(of(self.found[(change,)].outcome) - base for change in changes)
 
     def seconds(self, changes: Changes) -> float:
         """Time of a step to expect."""
         return self._gains(changes, lambda outcome: outcome.seconds)
 
-    def _nbytes(self, changes: Changes) -> float:
+    def nbytes(self, changes: Changes) -> float:
         """Memory to expect."""
         return self._gains(changes, lambda outcome: outcome.device_nbytes)
+
+    def cost(self, changes: Changes) -> tuple[bool, float]:
+        """Cost to expect."""
+        base = self.base.outcome
+        outcome = replace(base, seconds=self.seconds(changes))
+        return self._alternative(changes, outcome, False).cost(base)
 
     def pairs(
         self, wanted: Callable[[Changes], bool], order: Callable[[Changes], Any]
     ) -> list[Changes]:
         """Pairs that seem to fit, the best of each two topics; those that may not come last."""
         memory = self._setting.memory_nbytes
-        tried = [change for change in self.changes if (change,) in self._found]
+        tried = [change for change in self.changes if (change,) in self.found]
         pairs = [pair for pair in combinations(tried, 2) if pair[0].goes_with(pair[1])]
         best: dict[frozenset[str], Changes] = {}
-        for pair in sorted(pairs, key=lambda pair: (self._nbytes(pair) > memory, order(pair))):
-            if self._nbytes(pair) <= _MARGIN * memory and wanted(pair):
+        for pair in sorted(pairs, key=lambda pair: (self.nbytes(pair) > memory, order(pair))):
+            if self.nbytes(pair) <= _MARGIN * memory and wanted(pair):
                 best.setdefault(frozenset(change.topic for change in pair), pair)
         return list(best.values())[:_PAIRS]
 
-    def need_each_other(self, pair: Changes) -> bool:
-        """Whether each of two changes saves memory, and neither is enough."""
-        alone = [self._nbytes((change,)) for change in pair]
-        saves = max(alone) < self.base.outcome.device_nbytes
-        return saves and min(alone) > self._setting.memory_nbytes
-
-    def cost(self, changes: Changes) -> tuple[bool, float]:
-        """Cost to expect."""
-        options = _changed(self._options, changes)
-        base = self.base.outcome
-        outcome = replace(base, seconds=self.seconds(changes))
-        return self._alternative(changes, options, outcome, False).cost(base)
-
-    def best_seconds(self) -> float:
-        """Shortest time of a step so far, of what fits."""
-        found = [self.base, *self._found.values()]
-        times = [each.outcome.seconds for each in found if self._fits(each)]
-        return min(times, default=float("inf"))
-
-    def _fits(self, found: Alternative) -> bool:
-        return found.outcome.device_nbytes <= self._setting.memory_nbytes
-
-    def anything_fits(self) -> bool:
-        """Whether anything that was tried fits."""
-        return any(map(self._fits, self._found.values()))
-
-    def _together(self, of: Callable[[Outcome], float]) -> Changes:
+    def together(self, of: Callable[[Changes], float]) -> Changes:
         """All changes that lower something, those that do most before what excludes them."""
-        single = [(change,) for change in self.changes if (change,) in self._found]
-        lower = [each for each in single if self._gains(each, of) < of(self.base.outcome)]
+        tried = [change for change in self.changes if (change,) in self.found]
         kept: list[Change] = []
-        for (change,) in sorted(lower, key=lambda each: self._gains(each, of)):
-            if all(change.goes_with(other) for other in kept):
+        for change in sorted(tried, key=lambda change: of((change,))):
+            if of((change,)) < of(()) and all(change.goes_with(other) for other in kept):
                 kept.append(change)
         return tuple(sorted(kept, key=self.changes.index))
 
-    def all_that_help(self) -> Changes:
-        """All changes that make a step faster."""
-        return self._together(lambda outcome: outcome.seconds)
-
-    def all_that_save(self) -> Changes:
-        """All changes that save memory."""
-        return self._together(lambda outcome: outcome.device_nbytes)
-
     # --- the end ----------------------------------------------------------------------------------
 
-    def _verified(self, found: Alternative) -> Alternative:
-        """Simulate the whole model, if there is time; what was refused is noted."""
-        began = self._setting.clock()
-        if found.verified or began + max(self._whole_s, self._estimate_s) > self._end:
-            return found
-        outcome = self._evaluate(found.options, None)
-        self._whole_s = max(self._whole_s, self._setting.clock() - began)
-        return replace(found, outcome=outcome, verified=True)
+    def fits(self, found: Alternative) -> bool:
+        """Whether a device has the memory."""
+        return found.outcome.device_nbytes <= self._setting.memory_nbytes
 
-    def result(self, order: Order) -> Alternatives:
-        """Simulate what is shown as a whole, and put all in order."""
-        shown = self._setting.shown
-        found = list(self._found.values())
-        as_it_is = [self.base] if self._fits(self.base) else []
+    def result(
+        self, order: Callable[[Alternative], Any], worth: Callable[[Alternative], bool]
+    ) -> Alternatives:
+        """Put all in order, and simulate what is shown as a whole, if it is worth that."""
+        found, shown = list(self.found.values()), self._setting.shown
         for _ in range(2 * shown):  # one that turns out too large makes room for the next
-            fitting = sorted(filter(self._fits, found), key=order)
-            left = [each for each in fitting[:shown] if not each.verified]
-            if not left:
+            fitting = sorted(filter(self.fits, found), key=order)
+            left = [each for each in fitting[:shown] if not each.verified and worth(each)]
+            began = self._setting.clock()
+            if not left or began + max(self._whole_s, self._estimate_s) > self._end:
                 break
             found.remove(left[0])
             try:
-                after = self._verified(left[0])
+                outcome = self._evaluate(left[0].options, None)
+                found.append(replace(left[0], outcome=outcome, verified=True))
             except REFUSALS as refused:
                 self._refused[", ".join(left[0].changes)] = str(refused)
-                continue
-            found.append(after)
-            if after is left[0]:
-                break  # no time
-        fits = [*as_it_is, *filter(self._fits, found)]
-        too_large = [each for each in (self.base, *found) if not self._fits(each)]
+            self._whole_s = max(self._whole_s, self._setting.clock() - began)
+        too_large = [each for each in found if not self.fits(each)]
         return Alternatives(
             base=self.base,
-            fitting=tuple(sorted(fits, key=order)),
-            too_large=tuple(
-                sorted(too_large, key=lambda each: (each.outcome.device_nbytes, each.changes))
-            ),
-            refused=tuple(self._refused.items()),
+            fitting=tuple(sorted(filter(self.fits, found), key=order)),
+            too_large=tuple(sorted(too_large, key=lambda x: (x.outcome.device_nbytes, x.changes))),
+            refused=self._refused,
             left_out=tuple(self._left_out),
         )
-
-
-def _changed(options: RunOptions, changes: Iterable[Change]) -> RunOptions:
-    for change in changes:
-        options = options.changed(**change.choices)
-    return options

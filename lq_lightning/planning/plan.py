@@ -48,7 +48,7 @@ ANY_RATE = 1e12  # bytes/s, beyond all networks
 _MOST_STAGES = 4  # more are represented by the first, the middle and the last
 _DEFAULT_GPUS = 8
 _SHOWN, _REMEDIES = 6, 3
-_SEARCH_S = 120.0  # of this process, for what else would work
+_SEARCH_S = 60.0  # of this process, for what else would work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -579,8 +579,9 @@ class Simulations:
             nvlink=self.machine.nvlink,
             without_float8=None if fp8 else f"{self.machine.gpu.name} has no FP8 products.",
         )
+        steps = 2 if place.world_size == 1 else 3  # nothing is on its way from step to step
         try:
-            return simulate_fit(observed, place, first=first)
+            return simulate_fit(observed, place, steps=steps, first=first)
         except (ValueError, NotImplementedError):
             raise  # in words of ours, or of the user's
         except SimulationError as error:

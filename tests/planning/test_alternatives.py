@@ -109,7 +109,7 @@ def written(options: RunOptions, place: Any, model: Model = MODEL) -> set[str]:
 def test_changes_are_those_that_do_something() -> None:
     alone = written(OPTIONS, machine(1, 1))
     assert alone == {
-        *(f'ActivationQuantization("{name}")' for name in ("agoq", "auto", "coat", "fp8-4bit")),
+        *(f'ActivationQuantization("{name}")' for name in ("agoq", "coat", "fp8-4bit")),
         "gradient_checkpointing_enable()",
         'QuantizedPrecision(optimizer_state="expanded_fp8")',
         '"bf16-true" with stochastic rounding and 8-bit states',
@@ -202,8 +202,9 @@ def test_all_changes_can_be_made() -> None:
 
 def test_topics_take_turns_and_exclude_what_is_alike() -> None:
     changes = changes_of(OPTIONS, machine(), MODEL)
-    last = in_turn(changes, FASTEST_FIRST)[-2:]  # where codes are on, they rarely slow a step
-    assert {change.topic for change in last} == {"weights", "gradients"}
+    turns = in_turn(changes, FASTEST_FIRST)
+    assert [change.topic for change in turns[-5:]].count("pipeline") == 3
+    assert {"weights", "gradients"} < {change.topic for change in turns[-5:]}
     turns = in_turn(changes, SMALLEST_FIRST)
     assert turns[0].label == 'ActivationQuantization("agoq")'
     assert len(turns) == len(changes)
@@ -336,14 +337,11 @@ def test_what_fits_is_ranked_by_speed() -> None:
     assert best.options.recipe in ("coat", "fp8-4bit")
     assert best.price.percent is not None
     assert best.added.percent is not None
-    assert all(each.verified for each in found.fitting[:5])
+    faster = [x for x in found.fitting if x.outcome.tokens_per_s > found.base.outcome.tokens_per_s]
+    assert [x.verified for x in found.fitting] == [x in faster[:5] for x in found.fitting]
     assert not found.left_out
     whole = [options for options, layers in simulated.calls if layers is None]
     assert len(whole) <= 2 * 5
-    assert "as it is: " in str(found.base)
-    assert str(best).startswith(
-        f"{', '.join(best.changes)}: {best.outcome.device_nbytes / GIB:.1f}"
-    )
 
 
 def test_search_is_deterministic() -> None:
@@ -354,8 +352,7 @@ def test_search_is_deterministic() -> None:
 
 def test_refusals_are_told_and_others_raised() -> None:
     found, _ = found_by(ranked, 60, model=replace(MODEL, can_cut_layers=True))
-    told = dict(found.refused)
-    assert told['tensor_parallel_size=4, tensor_parallel="auto"'] == "a layout that does not divide"
+    assert found.refused['tensor_parallel_size=4, tensor_parallel="auto"'] == "a layout that does not divide"
     with pytest.raises(ValueError, match="does not divide"):
         found_by(ranked, 60, options=OPTIONS.changed(tensor_parallel_size=4))
 
@@ -372,14 +369,13 @@ def test_time_is_limited_and_what_is_left_out_is_named() -> None:
     found, simulated = found_by(ranked, 60, simulated, time_limit_s=40, base=base, base_s=5)
     assert simulated.now <= 5 + 40
     assert found.left_out
-    assert 'gradients="none"' in found.left_out
+    assert "QuantizedPipelineStrategy(pipeline_size=8)" in found.left_out
     tried = {label for each in found.fitting for label in each.changes}
     assert 'ActivationQuantization("fp8-4bit")' in tried  # what may be fastest comes first
     assert found.fitting[0].verified
     nothing, _ = found_by(ranked, 60, time_limit_s=1)
     assert nothing.fitting == (nothing.base,)
     assert not nothing.base.verified
-    assert "(estimated from few layers)" in str(nothing.base)
 
 
 def test_what_turns_out_too_large_makes_room() -> None:
