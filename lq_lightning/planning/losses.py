@@ -14,15 +14,20 @@ Kind = Literal["pretraining", "fine-tuning"]
 class Study(NamedTuple):
     """Runs that are compared with full precision of the same seed.
 
-    ``commit`` has the report if ``benchmarks/results`` no longer does.
+    ``file`` is a report of ``benchmarks/results``; ``commit`` has it if they no longer do.
     """
 
     model: str
     parameters: float
     steps: int
-    report: str
+    file: str
     commit: str = ""
     kind: Kind = "pretraining"
+
+    @property
+    def report(self) -> str:
+        """Name of the report."""
+        return f"{self.file}.json"
 
 
 class Loss(NamedTuple):
@@ -43,38 +48,32 @@ class Loss(NamedTuple):
 
 
 STUDIES = {
-    "gpt_1m": Study("GPT of 1.3M", 1.3e6, 200, "loss_study_gpt_1m.json"),
-    "llama_1m": Study("Llama of 1.1M", 1.1e6, 200, "loss_study_llama_1m.json"),
-    "llama": Study("Llama of 98M", 98e6, 500, "loss_study_llama_110m.json"),
-    "llama_again": Study("Llama of 98M", 98e6, 500, "loss_study_llama_110m_nf4.json"),
-    "gpt": Study("GPT of 111M", 111e6, 500, "loss_study_gpt_110m.json"),
-    "gpt_again": Study("GPT of 111M", 111e6, 500, "loss_study_gpt_110m_nf4.json"),
-    "gpt_fast": Study("GPT of 111M, twice the rate", 111e6, 500, "loss_study_gpt_110m_lr.json"),
+    "gpt_1m": Study("GPT of 1.3M", 1.3e6, 200, "loss_study_gpt_1m"),
+    "llama_1m": Study("Llama of 1.1M", 1.1e6, 200, "loss_study_llama_1m"),
+    "llama": Study("Llama of 98M", 98e6, 500, "loss_study_llama_110m"),
+    "llama_again": Study("Llama of 98M", 98e6, 500, "loss_study_llama_110m_nf4"),
+    "gpt": Study("GPT of 111M", 111e6, 500, "loss_study_gpt_110m"),
+    "gpt_again": Study("GPT of 111M", 111e6, 500, "loss_study_gpt_110m_nf4"),
+    "gpt_fast": Study("GPT of 111M, twice the rate", 111e6, 500, "loss_study_gpt_110m_lr"),
     "gpt_fast_again": Study(
-        "GPT of 111M, twice the rate", 111e6, 500, "loss_study_gpt_110m_lr_chance.json"
+        "GPT of 111M, twice the rate", 111e6, 500, "loss_study_gpt_110m_lr_chance"
     ),
-    "gpt_long": Study("GPT of 125M", 125e6, 2300, "ablation_gpt_125m_2x1.json", "ac819df"),
-    "gpt_beta2": Study("GPT of 125M", 125e6, 2300, "ablation_gpt_125m_beta2_999.json", "ac819df"),
-    "recipes": Study(
-        "Llama of 110M", 110e6, 2300, "activation_ablation_llama_125m.json", "ac819df"
-    ),
-    "recipes_361m": Study(
-        "Llama of 361M", 361e6, 720, "activation_ablation_llama_350m.json", "ac819df"
-    ),
+    "gpt_long": Study("GPT of 125M", 125e6, 2300, "ablation_gpt_125m_2x1", "ac819df"),
+    "gpt_beta2": Study("GPT of 125M", 125e6, 2300, "ablation_gpt_125m_beta2_999", "ac819df"),
+    "recipes": Study("Llama of 110M", 110e6, 2300, "activation_ablation_llama_125m", "ac819df"),
+    "recipes_361m": Study("Llama of 361M", 361e6, 720, "activation_ablation_llama_350m", "ac819df"),
     "stages_2": Study(
-        "Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m_2_stages.json", "5b07bc7"
+        "Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m_2_stages", "5b07bc7"
     ),
     "stages_4": Study(
-        "Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m_4_stages.json", "5b07bc7"
+        "Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m_4_stages", "5b07bc7"
     ),
-    "stages_8": Study("Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m.json", "5b07bc7"),
-    "stages_8_125m": Study(
-        "Llama of 125M", 125e6, 500, "pipeline_ablation_llama_125m.json", "5b07bc7"
-    ),
-    "local_gpt": Study("GPT of 0.2M", 0.2e6, 512, "fewer_bytes_gpt_tiny.json", "5b07bc7"),
-    "local_llama": Study("Llama of 0.1M", 0.1e6, 512, "fewer_bytes_llama_tiny.json", "5b07bc7"),
-    "local_125m": Study("GPT of 125M", 125e6, 640, "alternatives_125m.json", "ac819df"),
-    "tuning": Study("SmolLM2-135M", 135e6, 150, "fine_tuning.json", kind="fine-tuning"),
+    "stages_8": Study("Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m", "5b07bc7"),
+    "stages_8_125m": Study("Llama of 125M", 125e6, 500, "pipeline_ablation_llama_125m", "5b07bc7"),
+    "local_gpt": Study("GPT of 0.2M", 0.2e6, 512, "fewer_bytes_gpt_tiny", "5b07bc7"),
+    "local_llama": Study("Llama of 0.1M", 0.1e6, 512, "fewer_bytes_llama_tiny", "5b07bc7"),
+    "local_125m": Study("GPT of 125M", 125e6, 640, "alternatives_125m", "ac819df"),
+    "tuning": Study("SmolLM2-135M", 135e6, 150, "fine_tuning", kind="fine-tuning"),
 }
 
 _INT4, _NF4 = "differences int4/2048", "differences nf4/128"
@@ -85,12 +84,10 @@ _G4, _G5, _G6, _G8 = (
 _AGOQ, _AUTO, _COAT, _MIXED = (f"activations {n}" for n in ("agoq", "auto", "coat", "fp8-4bit"))
 _STATES = "states expanded_fp8"
 _EARLIER = {_AGOQ: "4-bit codes", _MIXED: "4-bit codes", _COAT: "codes in E4M3"}
+_NF4_SHORT = "gradients, NF4, groups of 64, short scales"
+_PERTURBED = "full precision perturbed"
 _NOT_ADAPTED = "bits are not adapted"
 _NEAREST = "rounded to nearest"
-
-
-def _boundaries(codecs: str, stages: int) -> str:
-    return f"boundaries {codecs}, {stages} stages"
 
 
 def _recipes(study: str, *rows: tuple[str, str, float, float | None]) -> list[Loss]:
@@ -110,7 +107,7 @@ LOSSES: tuple[Loss, ...] = (
     Loss("gpt_1m", "gradients, vocabulary groups of 32", 128, +0.022, 0.006),
     Loss("gpt_1m", "both", 128, +0.057, 0.005, (_INT4, _G4)),
     Loss("gpt_1m", "gradients, groups of 32", 128, +0.025, 0.005),
-    Loss("gpt_1m", "gradients, NF4, groups of 64, short scales", 128, +0.027, 0.005),
+    Loss("gpt_1m", _NF4_SHORT, 128, +0.027, 0.005),
     Loss("gpt_1m", "gradients, NF4, short scales, vocabulary 6", 128, +0.004, 0.004),
     Loss("gpt_1m", "gradients, larger transform", 64, +0.047, 0.005),
     Loss("gpt_1m", "differences", 64, +0.001, 0.004, (_INT4,)),
@@ -120,7 +117,7 @@ LOSSES: tuple[Loss, ...] = (
     Loss("llama_1m", "gradients, vocabulary 6", 192, +0.012, 0.015, (_INT4, _G6)),
     Loss("llama_1m", "gradients, vocabulary 8", 192, +0.022, 0.013, (_INT4, _G8)),
     Loss("llama_1m", "both", 192, +0.046, 0.016, (_INT4, _G4)),
-    Loss("llama_1m", "gradients, NF4, groups of 64, short scales", 192, +0.028, 0.015),
+    Loss("llama_1m", _NF4_SHORT, 192, +0.028, 0.015),
     Loss("llama_1m", "gradients, NF4, short scales, vocabulary 6", 192, +0.022, 0.014),
     Loss("llama_1m", "gradients, larger transform", 64, +0.057, 0.032),
     Loss("llama_1m", "differences", 64, +0.019, 0.023, (_INT4,)),
@@ -128,21 +125,21 @@ LOSSES: tuple[Loss, ...] = (
     Loss("llama_1m", "gradients, fitted normal", 64, +0.051, 0.028),
     Loss("llama", "both", 8, +0.081, 0.016, (_INT4, _G6)),
     Loss("llama", "gradients", 8, +0.031, 0.006, (_G6,)),
-    Loss("llama", "full precision perturbed", 8, -0.011, 0.007),
+    Loss("llama", _PERTURBED, 8, -0.011, 0.007),
     Loss("llama_again", "differences, NF4, short groups", 4, +0.037, 0.011, (_NF4, _G6)),
     Loss("llama_again", "both", 4, +0.065, 0.007, (_INT4, _G6)),
     Loss("gpt", "both", 4, +0.075, 0.017, (_INT4, _G6)),
-    Loss("gpt", "full precision perturbed", 4, -0.004, 0.012),
+    Loss("gpt", _PERTURBED, 4, -0.004, 0.012),
     Loss("gpt_again", "both", 8, +0.046, 0.017, (_NF4, _G6)),
     Loss("gpt_again", "gradients", 8, +0.019, 0.015, (_G6,)),
     Loss("gpt_again", "differences", 8, +0.044, 0.010, (_NF4,)),
     Loss("gpt_again", "both, vocabulary exact", 8, +0.040, 0.015),
-    Loss("gpt_again", "gradients, NF4, groups of 64, short scales", 8, +0.043, 0.016),
+    Loss("gpt_again", _NF4_SHORT, 8, +0.043, 0.016),
     Loss("gpt_fast", "both", 8, +0.129, 0.041, (_NF4, _G6)),
     Loss("gpt_fast_again", "both", 8, +0.097, 0.064, (_NF4, _G6)),
     Loss("gpt_fast_again", "gradients", 8, +0.043, 0.081, (_G6,)),
-    Loss("gpt_fast_again", "full precision perturbed", 8, +0.018, 0.075),
-    Loss("gpt_long", "full precision perturbed", 3, +0.110, 0.102),
+    Loss("gpt_fast_again", _PERTURBED, 8, +0.018, 0.075),
+    Loss("gpt_long", _PERTURBED, 3, +0.110, 0.102),
     Loss("gpt_long", "SDP4Bit vocabulary 6", 3, +0.185, 0.086, (_INT4, _G6)),
     Loss("gpt_long", "SDP4Bit", 3, +0.153, 0.074, (_INT4, _G4)),
     Loss("gpt_long", "qWD", 1, +0.162, 0.156, (_INT4,)),
@@ -169,16 +166,16 @@ LOSSES: tuple[Loss, ...] = (
         ("coat", _COAT, +0.192, None),
         ("fp8-4bit", _MIXED, +0.229, None),
     ),
-    Loss("stages_2", "tah5 / tah5", 6, -0.002, 0.010, (_boundaries("tah5/tah5", 2),)),
-    Loss("stages_2", "tah", 6, +0.087, 0.019, (_boundaries("tah/int6", 2),)),
-    Loss("stages_4", "tah5 / tah5", 6, +0.023, 0.013, (_boundaries("tah5/tah5", 4),)),
-    Loss("stages_4", "tah", 6, +0.259, 0.048, (_boundaries("tah/int6", 4),)),
-    Loss("stages_8", "tah5 / tah5", 6, +0.113, 0.032, (_boundaries("tah5/tah5", 8),)),
-    Loss("stages_8", "tah", 6, +0.679, 0.034, (_boundaries("tah/int6", 8),)),
-    Loss("stages_8", "int4", 6, +0.327, 0.040, (_boundaries("int4/int6", 8),)),
-    Loss("stages_8_125m", "tah5 / tah5", 1, +0.767, None, (_boundaries("tah5/tah5", 8),)),
-    Loss("stages_8_125m", "tah", 1, +4.986, None, (_boundaries("tah/int6", 8),)),
-    Loss("stages_8_125m", "int4", 1, +2.897, None, (_boundaries("int4/int6", 8),)),
+    Loss("stages_2", "tah5 / tah5", 6, -0.002, 0.010, ("boundaries tah5/tah5, 2 stages",)),
+    Loss("stages_2", "tah", 6, +0.087, 0.019, ("boundaries tah/int6, 2 stages",)),
+    Loss("stages_4", "tah5 / tah5", 6, +0.023, 0.013, ("boundaries tah5/tah5, 4 stages",)),
+    Loss("stages_4", "tah", 6, +0.259, 0.048, ("boundaries tah/int6, 4 stages",)),
+    Loss("stages_8", "tah5 / tah5", 6, +0.113, 0.032, ("boundaries tah5/tah5, 8 stages",)),
+    Loss("stages_8", "tah", 6, +0.679, 0.034, ("boundaries tah/int6, 8 stages",)),
+    Loss("stages_8", "int4", 6, +0.327, 0.040, ("boundaries int4/int6, 8 stages",)),
+    Loss("stages_8_125m", "tah5 / tah5", 1, +0.767, None, ("boundaries tah5/tah5, 8 stages",)),
+    Loss("stages_8_125m", "tah", 1, +4.986, None, ("boundaries tah/int6, 8 stages",)),
+    Loss("stages_8_125m", "int4", 1, +2.897, None, ("boundaries int4/int6, 8 stages",)),
     Loss("local_gpt", "4 bits every 8", 8, +3.419, 1.233, ("local steps 8 in 4 bits",)),
     Loss("local_gpt", "4 bits every 32", 8, +2.197, 0.239, ("local steps 32 in 4 bits",)),
     Loss("local_gpt", "4 bits every 64", 8, +2.774, 0.252, ("local steps 64 in 4 bits",)),
@@ -194,10 +191,17 @@ LOSSES: tuple[Loss, ...] = (
     Loss("tuning", "expanded_fp8", 5, +0.038, 0.023, (_STATES,)),
     Loss(
         *("tuning", "all together", 5, -0.029, 0.027),
-        (_NF4, _G6, _AGOQ, _STATES, _boundaries("tah5/tah5", 4)),
+        (_NF4, _G6, _AGOQ, _STATES, "boundaries tah5/tah5, 4 stages"),
     ),
     *(
-        Loss("tuning", f"{name}, {n} stages", 5, percent, error, (_boundaries(codecs, n),))
+        Loss(
+            "tuning",
+            f"{name}, {n} stages",
+            5,
+            percent,
+            error,
+            (f"boundaries {codecs}, {n} stages",),
+        )
         for name, codecs, *rows in (
             ("tah5", "tah5/tah5", (2, +0.021, 0.033), (4, +0.048, 0.040), (8, +0.127, 0.042)),
             ("tah", "tah/int6", (2, +0.344, 0.047), (4, +0.875, 0.043), (8, +2.321, 0.034)),
@@ -224,7 +228,6 @@ def _alike(*rows: tuple[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((label, (variant, variant)) for label, variant in rows)
 
 
-_PERTURBED = "full precision perturbed"
 TABLES = (
     Table(
         "gradients between nodes; differences are INT4 in groups of 2048",
@@ -236,10 +239,7 @@ TABLES = (
             ("embeddings and heads in 4, in groups of 32", "gradients, vocabulary groups of 32"),
             ("4 bits throughout, the default until these runs", "both"),
             ("4 bits throughout in groups of 32", "gradients, groups of 32"),
-            (
-                "NF4 throughout in groups of 64 with scales of 16 bits",
-                "gradients, NF4, groups of 64, short scales",
-            ),
+            ("NF4 throughout in groups of 64 with scales of 16 bits", _NF4_SHORT),
             (
                 "NF4 in groups of 64 with scales of 16 bits, embeddings and heads in 6",
                 "gradients, NF4, short scales, vocabulary 6",
@@ -248,10 +248,7 @@ TABLES = (
             ("full precision: differences alone", "differences"),
             ("4 bits throughout after 40 steps in full precision", "both from 40"),
             ("normal noise as large as the errors of 4 bits throughout", "noise"),
-            (
-                "scales of least error instead of the largest magnitude",
-                "gradients, fitted normal",
-            ),
+            ("scales of least error instead of the largest magnitude", "gradients, fitted normal"),
         ),
     ),
     Table(
@@ -267,17 +264,11 @@ TABLES = (
                 "**the default**: NF4 differences in groups of 128",
                 ("", "differences, NF4, short groups", "", "both"),
             ),
-            (
-                "INT4 differences in groups of 2048, the default before",
-                ("both", "both", "both", ""),
-            ),
+            ("INT4 differences in groups of 2048, the default before", ("both",) * 3 + ("",)),
             ("gradients alone", ("gradients", "", "", "gradients")),
             ("NF4 differences alone", ("", "", "", "differences")),
             ("the default, embeddings and head exact", ("", "", "", "both, vocabulary exact")),
-            (
-                "the default, NF4 in groups of 64 for gradients too",
-                ("", "", "", "gradients, NF4, groups of 64, short scales"),
-            ),
+            ("the default, NF4 in groups of 64 for gradients too", ("", "", "", _NF4_SHORT)),
             ("full precision, start perturbed by a thousandth", (_PERTURBED, "", _PERTURBED, "")),
         ),
     ),

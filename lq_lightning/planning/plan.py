@@ -370,7 +370,7 @@ def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None
     plain = {"weights": "none", "gradients": "none"}
     plain |= {"forward_codec": "none", "backward_codec": "none"}
     exact = options.changed(**plain)
-    if machine.nodes == 1 or not options.is_ours or not options.differences(exact):
+    if machine.nodes == 1 or not options.is_ours or options == exact:
         return None
     without = simulations(exact)
     return min(ANY_RATE, breakeven_rate(coded.seconds, without.seconds, machine))

@@ -43,10 +43,16 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 def _choice_lines(plan: Plan) -> Iterator[str]:
     yield from _wrapped(f"Loss against full precision: {plan.price.text}.")
-    if plan.codes_pay_below is not None:
-        rate = f"up to {_rate(plan.codes_pay_below)}"
-        rate = "of any rate" if plan.codes_pay_below >= ANY_RATE else rate
-        yield f"Codes make steps shorter on links between nodes {rate}."
+    if (rate := plan.codes_pay_below) is not None:
+        which = f"up to {_rate(rate)}"
+        if rate >= ANY_RATE:
+            which = (
+                f"of all rates up to {8 * ANY_RATE / _GIGA:,.0f} Gb/s, the highest that is compared"
+            )
+        said = f"Codes make steps shorter on links between nodes {which}."
+        yield from _wrapped(
+            said if rate else "Codes make no step shorter on any link above 8 Mb/s."
+        )
     choices = plan.alternatives or plan.remedies
     if not choices:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,6 +23,7 @@ from lq_lightning.data_parallel import (
     quantized_all_reduce_hook,
 )
 from lq_lightning.optim import OptimizerQuantization
+from lq_lightning.planning.config import as_list
 from lq_lightning.plugins import QuantizedPrecision
 from lq_lightning.strategies import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 from lq_lightning.strategies.parts import WeightOption, choose_quantization
@@ -184,9 +185,9 @@ class RunOptions:
         Strategy, precision, callbacks and plugins of this package are made anew: no two Trainers
         can share one.
         """
-        plugins = [p for p in _listed(arguments.get("plugins")) if not isinstance(p, Precision)]
+        plugins = [p for p in as_list(arguments.get("plugins")) if not isinstance(p, Precision)]
         callbacks = [
-            c for c in _listed(arguments.get("callbacks")) if not isinstance(c, _OWN_CALLBACKS)
+            c for c in as_list(arguments.get("callbacks")) if not isinstance(c, _OWN_CALLBACKS)
         ]
         if self.checkpointing:
             callbacks.append(EnableCheckpointing())  # before codes of what it keeps
@@ -202,28 +203,16 @@ class RunOptions:
             changed["strategy"] = self._make_strategy()
         return changed
 
-    def trainer_overrides(self) -> dict[str, Any]:
-        """Arguments of a Trainer with these choices, without callbacks and plugins of others."""
-        return self.change({})
-
     def _make_strategy(self) -> QuantizedFSDPStrategy | QuantizedPipelineStrategy:
         pipeline = self.strategy == "quantized_pipeline"
-        names = [n for n in _OF_STRATEGY if pipeline or n not in _OF_PIPELINE]
-        if pipeline:
-            names.remove("local_steps")
-        own = {name: getattr(self, name) for name in names}
+        unknown = ("local_steps",) if pipeline else _OF_PIPELINE
+        own = {name: getattr(self, name) for name in _OF_STRATEGY if name not in unknown}
         cls = QuantizedPipelineStrategy if pipeline else QuantizedFSDPStrategy
         return cls(**own, **self.others)
 
     def changed(self, **choices: Any) -> RunOptions:
         """Return these options with others in place of some."""
         return replace(self, **choices)
-
-    def differences(self, other: RunOptions) -> dict[str, Any]:
-        """Choices of ``other`` that are not these."""
-        names = [each.name for each in fields(self)]
-        found = {name: getattr(other, name) for name in names}
-        return {name: value for name, value in found.items() if value != getattr(self, name)}
 
 
 _OF_PIPELINE = ("pipeline_size", "forward_codec", "backward_codec")
@@ -277,9 +266,3 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 
 _OWN_CALLBACKS = (ActivationQuantization, EnableCheckpointing)
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -120,6 +120,18 @@ def test_the_text_names_what_does_not_fit(small: Plan) -> None:
     assert max(map(len, shown.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        (0.0, "Codes make no step shorter on any link above 8 Mb/s."),
+        (1.25e9, "Codes make steps shorter on links between nodes up to 10 Gb/s."),
+        (planning.ANY_RATE, "of all rates up to 8,000 Gb/s, the highest that is compared."),
+    ],
+)
+def test_the_text_says_where_codes_pay(small: Plan, rate: float, said: str) -> None:
+    assert said in str(replace(small, codes_pay_below=rate))
+
+
 def test_the_fullest_machine_decides_between_fitting_surely_and_perhaps(small: Plan) -> None:
     peak = small.memory[0].peak
     between = (peak.device_nbytes + peak.high_nbytes) // 2
