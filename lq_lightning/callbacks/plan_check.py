@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,18 +32,12 @@ Unit = Literal["GiB", "ms", "MB", "tokens/s"]
 _SCALES: dict[Unit, float] = {"GiB": 2.0**30, "ms": 1e-3, "MB": 1e6, "tokens/s": 1.0}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CheckedLine:
     """A prediction and its measurement, in bytes, seconds or tokens per second.
 
-    Attributes:
-        name: What is predicted.
-        unit: Unit of the table.
-        predicted: Value of the plan.
-        measured: Value of the run; None where it cannot be known.
-        low: Lower end of the plan's interval; None where the plan gives none.
-        high: Upper end.
-        note: Why the two cannot be compared.
+    ``measured`` is None where it cannot be known, ``low`` and ``high`` are where the plan has no
+    interval. ``note`` says why the two cannot be compared.
     """
 
     name: str
@@ -211,14 +206,13 @@ class PlanCheck(Callback):
         if isinstance(self._plan, Mapping):
             return self._plan
         try:
-            found: Mapping[str, Any] = json.loads(Path(self._plan).read_text())
+            return dict(json.loads(Path(self._plan).read_text()))
         except (OSError, ValueError) as error:
             rank_zero_warn(
                 f"`{type(self).__name__}({str(self._plan)!r})` has nothing to compare with: "
                 f"{error}. `lq-lightning plan CONFIG.yaml --json FILE` writes a plan."
             )
             return None
-        return found
 
     def _note_saved(self, module: pl.LightningModule, loss: Tensor) -> None:
         """Count what a graph keeps, but for the loss: activations, and autocast's weights."""
@@ -263,11 +257,11 @@ def _mark(device: torch.device) -> Any:
 
 def _seconds(marks: Iterable[Any]) -> list[float]:
     """Seconds between marks; waits for the device."""
-    found = list(marks)
-    if found and not isinstance(found[0], float):
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in zip(found[:-1], found[1:], strict=True)]
-    return [b - a for a, b in zip(found[:-1], found[1:], strict=True)]
+    pairs = [*pairwise(marks)]
+    if not pairs or isinstance(pairs[0][0], float):
+        return [b - a for a, b in pairs]
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
@@ -310,14 +304,10 @@ _NO_GPU = "there is no GPU"
 
 
 def compare(plan: Mapping[str, Any], measured: Sequence[Measured]) -> list[CheckedLine]:
-    """Return the predictions of a plan beside what its ranks measured.
+    """Return the predictions of a plan's JSON beside what its ranks measured, in their order.
 
-    Args:
-        plan: Content of a plan's JSON; empty for no lines.
-        measured: Of all ranks, in order. Of each stage and node the largest counts.
+    Of each stage and node the largest counts.
     """
-    if not plan:
-        return []
     lines: list[CheckedLine] = []
     for rank in plan["memory"]:
         of_stage = [each for each in measured if each.stage == rank["stage"]]
@@ -334,17 +324,11 @@ def _memory_lines(
         "reserved": (None, None),
         "device": (peak["low_nbytes"], peak["high_nbytes"]),
     }
-    for kind, (low, high) in intervals.items():
-        found = [rank.peaks[kind] for rank in ranks if kind in rank.peaks]
-        yield CheckedLine(
-            name=f"peak {kind}{where}",
-            unit="GiB",
-            predicted=peak[f"{kind}_nbytes"],
-            low=low,
-            high=high,
-            measured=max(found, default=None),
-            note="" if found else _NO_GPU,
-        )
+    for kind, interval in intervals.items():
+        found = max((rank.peaks[kind] for rank in ranks if kind in rank.peaks), default=None)
+        note = _NO_GPU if found is None else ""
+        predicted = peak[f"{kind}_nbytes"]
+        yield CheckedLine(f"peak {kind}{where}", "GiB", predicted, found, *interval, note)
     moments = [*peak["timeline"], ("", peak["kinds"])]
     for kind, parts in _KINDS.items():
         values = [rank.kinds[kind] for rank in ranks if kind in rank.kinds]
@@ -352,9 +336,7 @@ def _memory_lines(
         at = [m for part, m in moments if kind != "gradients" or part == "optimizer"]
         predicted = max((sum(m.get(part, 0) for part in parts) for m in at), default=0)
         if values and (predicted or max(values)):
-            yield CheckedLine(
-                name=kind + where, unit="GiB", predicted=predicted, measured=max(values)
-            )
+            yield CheckedLine(kind + where, "GiB", predicted, max(values))
 
 
 def _step_lines(plan: Mapping[str, Any], ranks: Sequence[Measured]) -> Iterator[CheckedLine]:
@@ -362,38 +344,19 @@ def _step_lines(plan: Mapping[str, Any], ranks: Sequence[Measured]) -> Iterator[
     times = [rank.step_s for rank in ranks if rank.step_s is not None]
     took = max(times, default=None)
     note = "" if any(rank.peaks for rank in ranks) else _NO_GPU
+    seconds, low, high = step["seconds"], step["low_s"], step["high_s"]
+    yield CheckedLine("step", "ms", seconds, took, low, high, note)
+    speed = None if took is None else tokens / took
     yield CheckedLine(
-        name="step",
-        unit="ms",
-        predicted=step["seconds"],
-        low=step["low_s"],
-        high=step["high_s"],
-        measured=took,
-        note=note,
+        "speed", "tokens/s", tokens / seconds, speed, tokens / high, tokens / low, note
     )
-    yield CheckedLine(
-        name="speed",
-        unit="tokens/s",
-        predicted=tokens / step["seconds"],
-        low=tokens / step["high_s"],
-        high=tokens / step["low_s"],
-        measured=None if took is None else tokens / took,
-        note=note,
-    )
-    for name, predicted, values in (
-        ("sent within nodes", step["sent_within_nbytes"], [r.sent_within for r in ranks]),
-        ("sent between nodes", step["sent_between_nbytes"], [r.sent_between for r in ranks]),
-    ):
-        nodes: dict[int, float] = {}
-        for place, value in enumerate(values):
-            if value is not None:
-                node = place // plan["machine"]["gpus_per_node"]
-                nodes[node] = nodes.get(node, 0.0) + value
-        if predicted or any(nodes.values()):
-            yield CheckedLine(
-                name=name,
-                unit="MB",
-                predicted=predicted,
-                measured=max(nodes.values(), default=None),
-                note="" if nodes else "not all of it is counted",
-            )
+    for where in ("within", "between"):
+        nodes: dict[int, float] = defaultdict(float)
+        for place, rank in enumerate(ranks):
+            sent = getattr(rank, f"sent_{where}")
+            if sent is not None:
+                nodes[place // plan["machine"]["gpus_per_node"]] += sent
+        predicted, found = step[f"sent_{where}_nbytes"], max(nodes.values(), default=None)
+        if predicted or found:
+            note = "not all of it is counted" if found is None else ""
+            yield CheckedLine(f"sent {where} nodes", "MB", predicted, found, note=note)

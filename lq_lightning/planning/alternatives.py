@@ -24,7 +24,6 @@ from lq_lightning.planning.changes import (
     in_turn,
 )
 from lq_lightning.planning.estimates import Estimator, Evaluate, Outcome
-from lq_lightning.planning.losses import Kind
 from lq_lightning.planning.prices import Price, added_price, price_of
 from lq_lightning.planning.run_options import RunOptions
 
@@ -93,7 +92,6 @@ class Setting:
         model: What the model lets one choose.
         base: Outcome of the run as it is, if it is known.
         base_s: Seconds that it took to simulate that.
-        kind: Studies from which prices are taken first.
         shown: So many are shown.
         time_limit_s: Time for all simulations.
         clock: Tells seconds.
@@ -104,7 +102,6 @@ class Setting:
     model: Model = Model()
     base: Outcome | None = None
     base_s: float = 0.0
-    kind: Kind = "pretraining"
     shown: int = 5
     time_limit_s: float = 40.0
     clock: Callable[[], float] = time.monotonic
@@ -170,7 +167,7 @@ class _Search:
         self._whole_s = setting.base_s  # of the simulation of a whole model; 0: not known
         reserved = min(_FOR_WHOLE, setting.shown * self._whole_s / limit or _FOR_WHOLE) * limit
         self._end, self._estimates_end = began + limit, began + limit - reserved
-        self._price = price_of(options, setting.machine, setting.kind)
+        self._price = price_of(options, setting.machine)
         self._estimate = Estimator(evaluate, setting.machine, setting.model.layers)
         outcome = setting.base or self._estimate(options)
         if setting.base is not None:
@@ -182,7 +179,7 @@ class _Search:
 
     def _alternative(self, changes: Changes, outcome: Outcome, verified: bool) -> Alternative:
         options = self._changed(changes)
-        price = price_of(options, self._setting.machine, self._setting.kind)
+        price = price_of(options, self._setting.machine)
         return Alternative(
             changes=tuple(change.label for change in changes),
             options=options,

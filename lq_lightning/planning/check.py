@@ -19,13 +19,10 @@ STEPS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """What was planned and what a few real steps measured.
+    """What was planned, and each prediction beside what a few real steps measured.
 
-    Attributes:
-        plan: Of the ranks that trained.
-        lines: Each prediction beside its measurement; empty on all ranks but the first.
-        measured: What each rank measured.
-        note: Why the plan is another one than asked for; empty if it is that.
+    ``lines`` are empty on all ranks but the first; ``measured`` is of each rank. ``note`` says why
+    the plan, of the ranks that trained, is another one than asked for.
     """
 
     plan: Plan
@@ -53,9 +50,9 @@ def check_run(
 
     Args:
         run: The run; logs, checkpoints and validation are left out, as for the plan.
-        plan: Its plan.
-        machine: Arguments of ``make_machine`` that the plan was made with.
-        batch: As it was given for the plan.
+        plan: Its plan, which was made with ``machine`` and ``batch``.
+        machine: Arguments of ``make_machine``.
+        batch: A batch of one rank, or its shapes.
         steps: Optimizer steps. The first one is not timed.
 
     Raises:
@@ -85,9 +82,8 @@ def check_run(
     }
     trainer, module, _ = run(overrides)
     trainer.fit(module, OneBatch(batch))
-    return Check(
-        plan=plan, lines=tuple(callback.lines), measured=tuple(callback.measured), note=note
-    )
+    lines, measured = tuple(callback.lines), tuple(callback.measured)
+    return Check(plan=plan, lines=lines, measured=measured, note=note)
 
 
 def _content(plan: Plan) -> dict[str, Any]:

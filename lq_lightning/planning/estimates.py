@@ -62,13 +62,7 @@ def keep_layers(module: nn.Module, count: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Memory and time of a run.
-
-    Attributes:
-        device_nbytes: Device memory of the fullest rank.
-        seconds: Time of a step.
-        tokens_per_s: Tokens of all ranks per second.
-    """
+    """Memory of the fullest rank, time of a step, and tokens of all ranks per second."""
 
     device_nbytes: int
     seconds: float
@@ -85,13 +79,7 @@ class Evaluate(Protocol):
 
 
 class Estimator:
-    """Estimates runs from two simulations with few layers, in a line.
-
-    Args:
-        evaluate: Simulates a run.
-        cluster: Where it runs.
-        layers: Equal layers of the model; 0 if it has none.
-    """
+    """Estimates runs from two simulations with few of a model's equal layers, in a line."""
 
     def __init__(self, evaluate: Evaluate, cluster: Cluster, layers: int) -> None:
         self._evaluate, self._cluster, self._layers = evaluate, cluster, layers

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, get_args
 
 from lq_lightning.activations.policy import RECIPES
-from lq_lightning.data_parallel import GradientQuantization, LocalSteps, WeightQuantization
+from lq_lightning.data_parallel import GradientQuantization, LocalSteps
 from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.planning.losses import LOSSES, STUDIES, Kind, Loss, markdown, show
 from lq_lightning.planning.run_options import Cluster, RunOptions
@@ -25,15 +25,12 @@ _SAME_SIZE = 4.0  # studies of models so many times smaller than the largest do 
 _STAGES = (2, 4, 8)  # that were measured; between them the next larger number stands for one
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Cost:
-    """A measured change of the loss.
+    """Change of the validation loss by what was quantized together, and its standard error.
 
-    Attributes:
-        quantized: What was quantized together.
-        percent: Change of the validation loss against full precision.
-        error_percent: Its standard error; None where it is not known, as of one run.
-        losses: The studies' results that it is the mean of.
+    The error is None where it is not known, as of one run. ``losses`` are the studies' results that
+    it is the mean of.
     """
 
     quantized: tuple[str, ...]
@@ -54,7 +51,7 @@ class Cost:
         return "; ".join(found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Price:
     """What the codes of a run cost in loss.
 
@@ -101,11 +98,11 @@ def quantized_parts(options: RunOptions, cluster: Cluster) -> tuple[str, ...]:
 
 def _exchanged(options: RunOptions, cluster: Cluster) -> Iterator[str]:
     weights, gradients = options.collectives(cluster)
-    levels = options.topology(cluster).levels
     if weights is not None:
-        yield _weights(weights)
+        codec, kind = weights.codec(), "differences" if weights.method == "qWD" else "weights"
+        yield f"{kind} {codec.name}/{codec.group_size}{_rounding(weights.rounding)}"
     if gradients is not None:
-        yield _gradients(gradients, "inter" in levels)
+        yield _gradients(gradients, "inter" in options.topology(cluster).levels)
         if options.accumulates and options.reduce_every_microbatch:
             yield "gradients rounded in every micro-batch"
     if options.all_reduce:
@@ -117,12 +114,6 @@ def _exchanged(options: RunOptions, cluster: Cluster) -> Iterator[str]:
         usual = replace(steps, every=32, bits=4) == LocalSteps()
         outer = "" if usual else f", outer {steps.outer_lr:g} and {steps.outer_momentum:g}"
         yield f"local steps {steps.every} in {bits}{outer}"
-
-
-def _weights(config: WeightQuantization) -> str:
-    codec = config.codec()
-    kind = "differences" if config.method == "qWD" else "weights"
-    return f"{kind} {codec.name}/{codec.group_size}{_rounding(config.rounding)}"
 
 
 def _gradients(config: GradientQuantization, between_nodes: bool) -> str:
@@ -197,13 +188,7 @@ def _codec(codec: Any) -> str:
 
 
 def price_of(options: RunOptions, cluster: Cluster, kind: Kind = "pretraining") -> Price:
-    """Price the codes of a run.
-
-    Args:
-        options: What the run does.
-        cluster: Where it does it.
-        kind: Studies that count first; others count where these have nothing.
-    """
+    """Price the codes of a run; studies of other kinds count where those of ``kind`` have none."""
     return price(quantized_parts(options, cluster), kind)
 
 
@@ -232,13 +217,10 @@ def _sum(more: Sequence[Cost], less: Sequence[Cost], unmeasured: tuple[str, ...]
     costs = (*more, *less)
     errors = [cost.error_percent for cost in costs if cost.error_percent is not None]
     if unmeasured and not costs:
-        return Price(percent=None, error_percent=None, unmeasured=unmeasured, costs=())
-    return Price(
-        percent=math.fsum(x.percent for x in more) - math.fsum(x.percent for x in less),
-        error_percent=math.hypot(*errors) if len(errors) == len(costs) else None,
-        unmeasured=unmeasured,
-        costs=costs,
-    )
+        return Price(None, None, unmeasured, ())
+    percent = math.fsum(x.percent for x in more) - math.fsum(x.percent for x in less)
+    error = math.hypot(*errors) if len(errors) == len(costs) else None
+    return Price(percent, error, unmeasured, costs)
 
 
 def _mean(losses: list[Loss]) -> Cost:
@@ -253,9 +235,7 @@ def _mean(losses: list[Loss]) -> Cost:
         mean = math.fsum(percent * error**-2 for percent, error in found) / weight
         misfit = math.fsum(((percent - mean) / error) ** 2 for percent, error in found)
         error = math.sqrt(max(1.0, misfit / max(1, len(found) - 1)) / weight)
-    return Cost(
-        quantized=losses[0].quantized, percent=mean, error_percent=error, losses=tuple(losses)
-    )
+    return Cost(losses[0].quantized, mean, error, tuple(losses))
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_each_stage_has_lines_of_its_own_ranks() -> None:
 
 
 def test_numbers_have_three_digits_or_more() -> None:
-    line = CheckedLine(name="x", unit="GiB", predicted=2**31, measured=2**20, low=0, high=2**41)
+    line = CheckedLine("x", "GiB", 2**31, 2**20, 0, 2**41)
     assert line.cells()[:4] == ("x, GiB", "2.00", "0.0000 to 2,048", "0.0010")
 
 
