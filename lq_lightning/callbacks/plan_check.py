@@ -324,11 +324,11 @@ def _memory_lines(
         "reserved": (None, None),
         "device": (peak["low_nbytes"], peak["high_nbytes"]),
     }
-    for kind, interval in intervals.items():
+    for kind, (low, high) in intervals.items():
         found = max((rank.peaks[kind] for rank in ranks if kind in rank.peaks), default=None)
         note = _NO_GPU if found is None else ""
         predicted = peak[f"{kind}_nbytes"]
-        yield CheckedLine(f"peak {kind}{where}", "GiB", predicted, found, *interval, note)
+        yield CheckedLine(f"peak {kind}{where}", "GiB", predicted, found, low, high, note)
     moments = [*peak["timeline"], ("", peak["kinds"])]
     for kind, parts in _KINDS.items():
         values = [rank.kinds[kind] for rank in ranks if kind in rank.kinds]

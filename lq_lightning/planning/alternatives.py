@@ -165,17 +165,18 @@ class _Search:
         self._left_out: dict[str, None] = {}
         began, limit = setting.clock(), setting.time_limit_s
         self._whole_s = setting.base_s  # of the simulation of a whole model; 0: not known
-        reserved = min(_FOR_WHOLE, setting.shown * self._whole_s / limit or _FOR_WHOLE) * limit
-        self._end, self._estimates_end = began + limit, began + limit - reserved
         self._price = price_of(options, setting.machine)
         self._estimate = Estimator(evaluate, setting.machine, setting.model.layers)
         outcome = setting.base or self._estimate(options)
         if setting.base is not None:
             self._estimate.compare(options, outcome)
         self._estimate_s = setting.clock() - began
-        verified = setting.base is not None or self._estimate.few_layers(options) is None
-        self.base = self._alternative((), outcome, verified)
-        self.found = {(): self.base}
+        whole = self._estimate.few_layers(options) is None
+        reserved = min(_FOR_WHOLE, setting.shown * self._whole_s / limit or _FOR_WHOLE) * limit
+        self._end = began + limit
+        self._estimates_end = self._end - (0.0 if whole else reserved)
+        self.base = self._alternative((), outcome, whole or setting.base is not None)
+        self.found: dict[Changes, Alternative] = {(): self.base}
 
     def _alternative(self, changes: Changes, outcome: Outcome, verified: bool) -> Alternative:
         options = self._changed(changes)

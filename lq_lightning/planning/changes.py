@@ -178,6 +178,7 @@ def _other_replica(options: RunOptions, weights: WeightQuantization) -> Change:
 
 
 def _layouts(options: RunOptions, machine: Machine, model: Model) -> Iterator[Change]:
+    choices: dict[str, Any]
     ranks, stages = machine.nodes * machine.gpus_per_node, options.stages(machine)
     for size in (1, *_SIZES) if model.can_cut_layers else ():
         fits = machine.gpus_per_node % size == 0 and ranks % (size * stages) == 0
@@ -203,4 +204,4 @@ def _layouts(options: RunOptions, machine: Machine, model: Model) -> Iterator[Ch
             yield Change(label, "pipeline", choices, "either")
     if pipeline:
         choices = {"strategy": "quantized_fsdp", "pipeline_size": 1, "others": others}
-        yield Change('strategy="quantized_fsdp"', "pipeline", choices, "either")
+        yield Change('strategy="quantized_fsdp"', "strategy", choices, "either")
