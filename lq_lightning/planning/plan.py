@@ -372,8 +372,7 @@ def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None
     exact = options.changed(**plain)
     if machine.nodes == 1 or not options.is_ours or options == exact:
         return None
-    without = simulations(exact)
-    return min(ANY_RATE, breakeven_rate(coded.seconds, without.seconds, machine))
+    return min(ANY_RATE, breakeven_rate(coded.seconds, simulations(exact).seconds, machine))
 
 
 def _with_layout(machine: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
