@@ -184,6 +184,25 @@ def test_other_options_are_simulated_in_place_of_the_users(
     assert rate is None or rate > 0
 
 
+def test_two_steps_of_one_rank_say_what_three_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = make_machine("H100", nodes=1, gpus_per_node=1)
+    run = PythonRun(module=Net, trainer={"precision": "bf16-mixed", "accumulate_grad_batches": 2})
+    batch = torch.zeros(4, 8, dtype=torch.int64)
+    simulations = Simulations(run=run, batch=batch, origin="here", machine=machine)
+    options = simulations().options.changed(gradient_buffer="int8", recipe="agoq")
+    found = simulations.evaluate(options, None)
+    simulate = planning.simulate_fit
+
+    def three(*args: Any, steps: int, **more: Any) -> Any:
+        assert steps == 2
+        return simulate(*args, steps=3, **more)
+
+    monkeypatch.setattr(planning, "simulate_fit", three)
+    longer = simulations.evaluate(options, None)
+    assert longer.device_nbytes == found.device_nbytes
+    assert longer.seconds == pytest.approx(found.seconds, rel=1e-4)
+
+
 def test_what_cannot_be_simulated_is_said() -> None:
     class Branches(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
