@@ -53,8 +53,8 @@ EXACT_FLOAT8 = Constant(0.45, "plan_accuracy.json")
 """What remains of the rate of FP8 products that add up in fp32, as ours do in backward."""
 EXCHANGED = Constant(0.85, "plan_accuracy.json")
 """What remains of a link between nodes in an all-to-all, which waits for the slowest of peers."""
-ATTENTION_FORWARD = Constant(0.80, "activations_long.json")
-ATTENTION_BACKWARD = Constant(0.68, "activations_long.json")
+ATTENTION_FORWARD = Constant(0.84, "activations_long.json")
+ATTENTION_BACKWARD = Constant(0.72, "activations_long.json")
 """Shares of the rate of large products that attention reaches; more than 64 channels per head."""
 FOREACH = Constant(0.89, "optimizer_h200.json")
 """Share of copy of lists of tensors: .31 for 28 bytes per element, of which it moves 80."""

@@ -54,13 +54,15 @@ _WORKSPACE_NBYTES = 32 * MIB
 before. Autograd runs backward on a thread of its own."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "linear", "convolution")
 # NCCL 2.28 on H200s, as `plan_accuracy.json` shows: of its kernels and their stacks; of a
-# communicator over NVLink, and of one that nothing uses; per peer in an all-to-all over NVLink; of a
-# network without RDMA, whose buffers are the host's, and of exchanges over it; of the neighbours in
-# a pipeline. Other versions and networks differ.
+# communicator over NVLink, and of one that nothing uses; per peer in an all-to-all over NVLink; of
+# a network without RDMA, whose buffers are the host's, and of exchanges over it; of the neighbours
+# in a pipeline. Other versions and networks differ.
 _NCCL_NBYTES, _RING_NBYTES, _UNUSED_NBYTES = 615 * MIB, 484 * MIB, 190 * MIB
 _PEER_NBYTES, _NETWORK_NBYTES, _EXCHANGE_NBYTES = 384 * MIB, 230 * MIB, 460 * MIB
 _NEIGHBOURS_NBYTES = 930 * MIB
 _NCCL_ERROR, _CONTEXT_ERROR = 0.25, 0.1
+_ALLOCATED_ERROR = 0.015
+"""Of the peak of allocated bytes: temporary memory within kernels, moments of frees."""
 _RESERVED_ERROR = 0.055
 """Of what the allocator reserves, where streams and sizes of blocks meet otherwise than here."""
 _TIMELINE_POINTS = 240

@@ -5,6 +5,7 @@ Nothing here judges: `doctor.py` reads the reports of all ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,6 +34,7 @@ from lq_lightning.kernels.int8.op import int8_matmul, int8_quantize
 
 _MIB = 2**20
 _SYSTEM = Path("/sys")
+_OF_A_HOST = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")  # differ with good reason
 _LONG_ENOUGH_S = 0.05  # of an exchange whose rate is to be told
 
 
@@ -140,7 +143,11 @@ def host_report(rank: int, node_size: int, root_dir: Path, system: Path = _SYSTE
         "CUDA": str(torch.version.cuda),
         **({"NCCL": ".".join(map(str, nccl))} if nccl else {}),
         **packages,
-        **{name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("NCCL_") and name not in _OF_A_HOST
+        },
     }
     ports = (system / "class" / "infiniband").glob("*/ports/*")
     active = [port for port in ports if "ACTIVE" in _read(port / "state")]
@@ -336,32 +343,43 @@ def measure_links(
     """
     vote = torch.ones(1, device=device)
     dist.all_reduce(vote)  # connects all ranks, which NCCL needs before messages between two
+    within = None
+    if device.type == "cuda" and 1 < topology.node_size < topology.world_size:
+        # Messages in a group of several nodes get few channels, as few as those between nodes.
+        within, _ = dist.new_subgroups(topology.node_size)
+        dist.all_reduce(vote, group=within)
     sizes = [_MIB * 4**power for power in range(4 if device.type == "cpu" else 5)]
     sent = torch.zeros(sizes[-1], dtype=torch.uint8, device=device)
     received = torch.zeros_like(sent)
     before, crossed = _sent_nbytes(report, system), 0
 
-    def exchange(peers: tuple[int, int] | None, nbytes: int, repeats: int) -> list[float]:
-        """Return seconds of each, after one more that lets ranks begin at once."""
+    def send(each: Exchange, nbytes: int) -> None:
+        peers = each.peers(topology)
+        if peers is None:
+            return
+        group = within if each.level == "intra" else None
+        ways = ((dist.isend, sent, peers[0]), (dist.irecv, received, peers[1]))
+        works = [dist.P2POp(way, data[:nbytes], peer, group) for way, data, peer in ways]
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+
+    def exchange(each: Exchange, nbytes: int, repeats: int) -> float:
+        """Return seconds of one, after one more that lets ranks begin at once."""
         vote = torch.zeros(1)
         dist.all_reduce(vote, group=control)
         times = [clock()]
         for _ in range(repeats + 1):
-            if peers is not None:
-                ways = ((dist.isend, sent, peers[0]), (dist.irecv, received, peers[1]))
-                works = [dist.P2POp(way, data[:nbytes], peer) for way, data, peer in ways]
-                for work in dist.batch_isend_irecv(works):
-                    work.wait()
+            send(each, nbytes)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(clock())
-        return [end - start for start, end in zip(times[1:], times[2:], strict=False)]
+        return median(end - start for start, end in pairwise(times[1:]))
 
     for each in exchanges(topology):
         peers = each.peers(topology)
-        latency_s = median(exchange(peers, 8, 10))
+        latency_s = exchange(each, 8, 10)
         for nbytes in sizes:
-            taken_s = median(exchange(peers, nbytes, 3))
+            taken_s = exchange(each, nbytes, 3)
             crossed += 4 * nbytes if each.level == "inter" and peers is not None else 0
             slowest = torch.tensor([taken_s], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control)
@@ -375,12 +393,31 @@ def measure_links(
                     source=peers[1],
                     target=topology.rank,
                     bytes_per_s=rate,
-                    latency_s=latency_s,
+                    latency_s=min(latency_s, _queued_s(partial(send, each, 8), device)),
                 )
             )
     grown = {name: n - before[name] for name, n in _sent_nbytes(report, system).items()}
     most = max(grown, key=grown.__getitem__, default="")
     report.carrier = most if crossed and grown.get(most, 0) > crossed / 2 else ""
+
+
+def _queued_s(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Return seconds of each on a GPU that is busy until all are issued; infinity without one.
+
+    So the host's time does not count, which plans add by themselves.
+    """
+    if device.type != "cuda":
+        return math.inf
+    a = torch.ones(4096, 4096, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for _ in range(10):
+        torch.mm(a, a)  # 3 ms
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 1e3 / repeats
 
 
 def _sent_nbytes(report: Report, system: Path) -> dict[str, int]:

@@ -148,7 +148,7 @@ def test_names_gpus_that_are_all_slower_than_their_kind() -> None:
     reports = healthy()
     for report in reports:
         report.rates["bfloat16"] = Measured(4e14, 0.01)
-    assert "bfloat16: 400 T/s, where an H200 reaches 742" in texts(reports)
+    assert "bfloat16: 400 T/s, where an H200 reaches 673" in texts(reports)
     for report in reports:
         report.gpu = gpu(report.rank, name="NVIDIA T4")  # in no table
     assert diagnose(reports) == []

@@ -186,7 +186,7 @@ def test_other_options_are_simulated_in_place_of_the_users(
 
 def test_two_steps_of_one_rank_say_what_three_do(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = make_machine("H100", nodes=1, gpus_per_node=1)
-    run = PythonRun(module=Net, trainer={"precision": "bf16-mixed", "accumulate_grad_batches": 2})
+    run = python_program(Net, {"precision": "bf16-mixed", "accumulate_grad_batches": 2})
     batch = torch.zeros(4, 8, dtype=torch.int64)
     simulations = Simulations(run=run, batch=batch, origin="here", machine=machine)
     options = simulations().options.changed(gradient_buffer="int8", recipe="agoq")
