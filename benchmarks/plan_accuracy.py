@@ -201,7 +201,9 @@ def plan_all(rows: dict[str, Any], runs: dict[str, Run], args: argparse.Namespac
         link = row.get("measured", {}).get("link_gbit_per_s")
         rate = f"{link:.2f}gbit" if link and runs[name].rate == "none" else runs[name].rate
         words += ["--network", "100gbit" if rate == "none" else rate]
-        row["plan"] = call(words, args.seconds, CUDA_VISIBLE_DEVICES="")
+        row["plan"] = plan = call(words, args.seconds, CUDA_VISIBLE_DEVICES="")
+        for each in (plan.get("step"), *(rank["peak"] for rank in plan.get("memory", []))):
+            (each or {}).pop("timeline", None)  # megabytes
         print(f"{name}: {row['plan'].get('error') or 'planned'}", flush=True)
         write(rows, runs, args)
 

@@ -69,14 +69,14 @@ class Cluster:
 
 
 CLUSTERS = {
-    "A100": Cluster(gpu="A100-40", per_node=4, bf16=234e12, within=237e9, between=12.5e9),
+    "A100": Cluster(gpu="A100-40", per_node=4, bf16=212e12, within=237e9, between=12.5e9),
     # NVLink of 400 GB/s, 8 links of InfiniBand of 3.2 Tb/s in all
-    "H800": Cluster(gpu="H100", per_node=8, bf16=742e12, within=158e9, between=360e9),
+    "H800": Cluster(gpu="H100", per_node=8, bf16=672e12, within=158e9, between=360e9),
     # A6000 of PCIe 4, 200 Gb/s InfiniBand; products and all-gathers of AGoQ's table 5
     "A6000": Cluster(
-        gpu="L40S", per_node=8, bf16=131e12, within=17.3e9, between=22.5e9, nvlink=False
+        gpu="L40S", per_node=8, bf16=125e12, within=17.3e9, between=22.5e9, nvlink=False
     ),
-    "H100": Cluster(gpu="H100", per_node=8, bf16=742e12, within=355e9, between=360e9),
+    "H100": Cluster(gpu="H100", per_node=8, bf16=672e12, within=338e9, between=360e9),
 }
 
 
@@ -143,6 +143,7 @@ def simulated(key: str) -> Simulated:
     found = Simulations(
         run=python_program(run.module, run.trainer()),
         batch=next(iter(run.data(1))),
+        origin="the table",
         machine=CLUSTERS[cluster].machine(run.gpus),
     )()
     print(f"  {time.perf_counter() - began:.0f} s: {run}", file=sys.stderr, flush=True)
