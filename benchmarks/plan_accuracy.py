@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -89,7 +90,7 @@ RUNS = {
         precision="bf16-true", options={"forward_codec": "none", "backward_codec": "none"},
     ),
 }  # fmt: skip
-MEMORY, TIME = "peak allocated", "step"
+SHOWN = "peak allocated", "peak device", "step"
 
 
 # --- processes of one configuration ---------------------------------------------------------------
@@ -201,11 +202,21 @@ def plan_all(rows: dict[str, Any], runs: dict[str, Run], args: argparse.Namespac
         link = row.get("measured", {}).get("link_gbit_per_s")
         rate = f"{link:.2f}gbit" if link and runs[name].rate == "none" else runs[name].rate
         words += ["--network", "100gbit" if rate == "none" else rate]
-        row["plan"] = plan = call(words, args.seconds, CUDA_VISIBLE_DEVICES="")
-        for each in (plan.get("step"), *(rank["peak"] for rank in plan.get("memory", []))):
-            (each or {}).pop("timeline", None)  # megabytes
+        row["plan"] = shortened(call(words, args.seconds, CUDA_VISIBLE_DEVICES=""))
         print(f"{name}: {row['plan'].get('error') or 'planned'}", flush=True)
         write(rows, runs, args)
+
+
+def shortened(plan: dict[str, Any]) -> dict[str, Any]:
+    """Leave of timelines, which are megabytes, the most that there is of each kind."""
+    for rank in plan.get("memory", []):
+        most: Counter[str] = Counter()
+        for _, kinds in rank["peak"]["timeline"]:
+            most |= Counter(kinds)
+        rank["peak"]["timeline"] = [["most", most]]
+    if "step" in plan:
+        plan["step"]["timeline"] = []
+    return plan
 
 
 def compared(row: dict[str, Any]) -> list[Any]:
@@ -235,7 +246,7 @@ def summary(lines: list[Any]) -> dict[str, Any]:
     """Return the share of intervals that contain the measurement, and relative deviations."""
     known = [line.is_inside for line in lines if line.is_inside is not None]
     found: dict[str, Any] = {"intervals": len(known), "inside": sum(known)}
-    for key in (MEMORY, TIME):
+    for key in SHOWN:
         off = [abs(x.difference) for x in lines if x.name.startswith(key) and x.difference]
         if off:
             found[key] = {"median": statistics.median(off), "worst": max(off), "of": len(off)}
@@ -249,7 +260,7 @@ def shown(rows: dict[str, Any]) -> list[dict[str, str]]:
         {"line": f"{name}: {line.cells()[0]}"} | dict(zip(keys, line.cells()[1:], strict=True))
         for name, row in rows.items()
         for line in compared(row)
-        if line.name.startswith((MEMORY, TIME)) and line.measured is not None
+        if line.name.startswith(SHOWN) and line.measured is not None
     ]
 
 

@@ -148,10 +148,10 @@ def _outside_allocator(trace: Trace, machine: Machine) -> tuple[int, int]:
     for ranks, nodes in exchanges:
         nccl += machine.nvlink * _PEER_NBYTES * (ranks // nodes - 1)
         nccl += (nodes > 1) * _EXCHANGE_NBYTES
-    events = trace.events
-    if any(isinstance(event, Collective) and event.kind in ("send", "recv") for event in events):
+    if any(isinstance(e, Collective) and e.kind in ("send", "recv") for e in trace.events):
         nccl += _NEIGHBOURS_NBYTES
-    if any(isinstance(event, Operator) and event.name == SHARDED for event in events):
+    operators = (event for event in trace.events if isinstance(event, Operator))
+    if any((e.name, e.phase) == (SHARDED, "forward") for e in operators):  # tensor parallelism
         nccl += _RING_NBYTES
     context = machine.gpu.context_nbytes
     return context + nccl, int(_CONTEXT_ERROR * context + _NCCL_ERROR * nccl)
