@@ -10,6 +10,7 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -97,10 +98,15 @@ class _Rank:
 
 
 def free_port() -> int:
-    """Return a TCP port on localhost that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a TCP port on localhost that was free a moment ago.
+
+    None of those that Linux gives to connections (32768 and above), as NCCL opens many meanwhile.
+    """
+    while True:
+        port = secrets.randbelow(12_000) + 20_000
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("", port))
+            return port
 
 
 def run_ranks(
