@@ -58,6 +58,18 @@ def test_a_large_product_runs_at_the_sustained_rate_of_its_dtype() -> None:
     )
 
 
+def test_fp8_products_take_a_transpose_and_are_slower_where_they_add_up_exactly() -> None:
+    shapes, flops = ((8192, 4096), (2048, 4096)), 2 * 8192 * 4096 * 2048
+    options = {"flops": flops, "shapes": shapes, "dtype": torch.float8_e4m3fn}
+    forward = operator_seconds(operator("aten._scaled_mm.default", **options), H200)
+    assert forward == pytest.approx(
+        flops / (costs.SUSTAINED.value * H200.products["float8"]), rel=0.2
+    )
+    options["phase"] = "backward"
+    backward = operator_seconds(operator("aten._scaled_mm.default", **options), H200)
+    assert forward / backward == pytest.approx(costs.EXACT_FLOAT8.value, rel=0.05)
+
+
 def test_a_last_wave_of_tiles_that_is_nearly_empty_costs_a_whole_one() -> None:
     full = costs.product_efficiency(1, 128 * 132, 4096, 256)
     one_more = costs.product_efficiency(1, 128 * 132 + 128, 4096, 256)
@@ -236,6 +248,8 @@ def test_groups_of_one_rank_per_node_share_its_network() -> None:
     alone = collective_seconds(collective("all_to_all", 1 << 30, 2, 2), machine, 1)
     shared = collective_seconds(collective("all_to_all", 1 << 30, 2, 2), machine, 8)
     assert shared == pytest.approx(8 * alone, rel=1e-3)
+    ring = collective_seconds(collective("reduce_scatter", 1 << 30, 2, 2), machine, 1)
+    assert ring / alone == pytest.approx(costs.EXCHANGED.value, rel=1e-2)
 
 
 def test_levels_have_links_of_their_own() -> None:

@@ -7,7 +7,16 @@ import torch
 
 from lq_lightning.planning.allocator import MIB
 from lq_lightning.planning.memory import KINDS, peak_memory
-from lq_lightning.planning.trace import Allocate, Collective, Free, Mark, Operator, Storage, Trace
+from lq_lightning.planning.trace import (
+    SHARDED,
+    Allocate,
+    Collective,
+    Free,
+    Mark,
+    Operator,
+    Storage,
+    Trace,
+)
 
 MACHINE = SimpleNamespace(
     gpu=SimpleNamespace(context_nbytes=500 * MIB, memory_nbytes=80 << 30), nvlink=True
@@ -152,6 +161,20 @@ def test_nccl_counts_groups_and_peers():
     added = after.kinds["CUDA and NCCL"] - before.kinds["CUDA and NCCL"]
     assert added == (ring + peers + network) * MIB
     assert after.high_nbytes - after.device_nbytes > before.high_nbytes - before.device_nbytes
+
+
+def test_pipelines_and_tensor_parallelism_have_communicators_of_their_own():
+    def outside(*events):
+        trace = Trace(rank=0, world_size=2, gpus_per_node=1, events=list(events))
+        return peak_memory(trace, MACHINE).kinds["CUDA and NCCL"] // MIB
+
+    layer, update = (
+        Operator(SHARDED, 0, phase, "", 0, 0, 0, torch.float32, ())
+        for phase in ("forward", "optimizer")
+    )
+    assert outside() == outside(update) == 500 + 615
+    assert outside(layer) == 500 + 615 + 484
+    assert outside(Collective("send", 1, 2, 2, 0, "forward", "")) == 500 + 615 + 230 + 930
 
 
 def test_empty_trace():

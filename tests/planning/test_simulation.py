@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lq_lightning as lq
+from lq_lightning._compat.simulation import flops_of
 from lq_lightning.foundation import streams
 from lq_lightning.pipeline.schedules import training_program
 from lq_lightning.planning.recorder import SimulationError
@@ -161,6 +162,15 @@ def test_matrix_products_of_a_step_are_counted() -> None:
     assert flops == 6 * tokens * weights
     names = [event.name for event in trace.events if isinstance(event, Mark)]
     assert names[1:] == ["batch", "backward", "optimizer", "stepped"] * STEPS + ["end"]
+
+
+def test_attention_of_heads_that_share_keys_is_counted() -> None:
+    q, k, v = torch.empty(2, 8, 32, 16), torch.empty(2, 2, 48, 16), torch.empty(2, 2, 48, 16)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    product = 2 * (2 * 8) * 32 * 48 * 16
+    assert flops_of(forward, (q, k, v), {}, None) == 2 * product
+    assert flops_of(backward, (q, q, k, v, q, q, 0.0, True), {}, None) == 5 * product // 2
 
 
 @pytest.mark.parametrize("value", ["item", "nonzero"])

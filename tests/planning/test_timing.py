@@ -24,6 +24,7 @@ from lq_lightning.planning.timing import StepTime, breakeven_rate, step_time
 from lq_lightning.planning.trace import (
     COMPUTING,
     HOST,
+    SHARDED,
     Collective,
     Event,
     Mark,
@@ -244,6 +245,16 @@ def test_a_host_that_waits_issues_nothing() -> None:
     assert late.seconds == pytest.approx(3.001 + 0.001 * issue, rel=0.01)
 
 
+def test_operators_on_dtensors_and_compiled_ones_take_the_host_longer() -> None:
+    view = work(0.0, name="aten.view.default")
+    step = [work(0.001, name="aten.mm.default", flops=1), view, work(0.0, name=SHARDED), view]
+    calls = 3 * timing.OPERATOR_CALLS + timing.SHARDED_CALLS + timing.BATCH_CALLS
+    assert step_time(trace_of(step), machine(operator_s=0.5)).seconds == pytest.approx(0.5 * calls)
+    compiled = replace(trace_of(step), compiled=True)  # its views are there no more
+    calls = timing.COMPILED_CALLS + timing.SHARDED_CALLS + timing.BATCH_CALLS
+    assert step_time(compiled, machine(operator_s=0.5)).seconds == pytest.approx(0.5 * calls)
+
+
 # --- intervals and networks -----------------------------------------------------------------------
 
 
@@ -263,6 +274,11 @@ def test_intervals_are_errors_in_quadrature(monkeypatch: pytest.MonkeyPatch) -> 
 def test_hidden_messages_widen_the_interval_only_upwards() -> None:
     found = step_time(trace_of(exchange(1.0, BETWEEN, 1.0)), machine(error=0.2))
     assert found.high_s - found.seconds > 1.2 * (found.seconds - found.low_s)
+
+
+def test_a_step_that_two_things_bound_alike_may_be_faster() -> None:
+    both = step_time(trace_of(exchange(1.0, BETWEEN, 1.0)), machine(error=0.2))
+    assert both.low_s < 0.95 * both.seconds
 
 
 def test_breakeven_is_where_both_steps_take_equally_long() -> None:
