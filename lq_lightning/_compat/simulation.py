@@ -257,7 +257,7 @@ def flops_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         (*heads, queries, channels), (*_, keys, _), (*_, wide) = (
             tensor.shape for tensor in args[place : place + 3]
         )
-        count = 2 * math.prod(heads) * queries * keys
+        count: int = 2 * math.prod(heads) * queries * keys
         count *= with_keys * channels + with_values * wide
     elif operator._overloadpacket in flop_registry:
         count = int(flop_registry[operator._overloadpacket](*args, **kwargs, out_val=result))

@@ -346,7 +346,7 @@ def measure_links(
     within = None
     if device.type == "cuda" and 1 < topology.node_size < topology.world_size:
         # Messages in a group of several nodes get few channels, as few as those between nodes.
-        within, _ = dist.new_subgroups(topology.node_size)
+        within, _ = dist.new_subgroups(topology.node_size)  # type: ignore[no-untyped-call]
         dist.all_reduce(vote, group=within)
     sizes = [_MIB * 4**power for power in range(4 if device.type == "cpu" else 5)]
     sent = torch.zeros(sizes[-1], dtype=torch.uint8, device=device)
@@ -417,7 +417,7 @@ def _queued_s(work: Callable[[], object], device: torch.device, repeats: int = 1
         work()
     end.record()
     torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / 1e3 / repeats
+    return float(start.elapsed_time(end)) / 1e3 / repeats
 
 
 def _sent_nbytes(report: Report, system: Path) -> dict[str, int]:
