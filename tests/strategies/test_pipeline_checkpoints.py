@@ -39,13 +39,23 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 class StateByName(pl.Callback):
-    """Weights and moments that a run starts with, by the name of the parameter."""
+    """Weights and moments that a run starts with, by the name of the parameter.
 
-    def __init__(self) -> None:
+    Args:
+        saves: Where to save after the first epoch; then it is the state there that is kept.
+    """
+
+    def __init__(self, saves: str | None) -> None:
+        self.saves = saves
         self.values: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.values = state_by_name(trainer, module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.saves is not None and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.saves)
+            self.values = state_by_name(trainer, module)
 
 
 def state_by_name(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
@@ -58,31 +68,27 @@ def state_by_name(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
     return values
 
 
-def _fit(root: str, strategy: Any, devices: int, epochs: int, path: Any = None) -> Any:
-    losses, start = Losses(), StateByName()
+def _fit(root: str, strategy: Any, devices: int, path: Any = None, saves: Any = None) -> Any:
+    losses, start = Losses(), StateByName(saves)
     run = trainer(
         strategy,
         root,
         devices=devices,
         callbacks=[losses, start],
         use_distributed_sampler=False,
-        max_epochs=epochs,
+        max_epochs=2,
     )
-    module = Grouped()
-    run.fit(module, loader(24, batch_size=8), ckpt_path=path)
-    return run, module, losses.values, start.values
+    run.fit(Grouped(), loader(24, batch_size=8), ckpt_path=path)
+    return run, losses.values, start.values
 
 
-def _save(rank: int, world_size: int, root: str) -> Any:
-    """Two stages; a run that is resumed goes on as the one that was not interrupted."""
+def _save(rank: int, world_size: int, root: str, options: dict[str, Any]) -> Any:
+    """A run that is resumed goes on as the one that was not interrupted."""
     for full in (False, True):
-        strategy = QuantizedPipelineStrategy(**EXACT, save_distributed_checkpoint=not full)
-        run, module, _, _ = _fit(root, strategy, world_size, 1)
-        run.save_checkpoint(f"{root}/full{full}.ckpt")
-        state = state_by_name(run, module)
-        whole = _fit(root, QuantizedPipelineStrategy(**EXACT), world_size, 2)[2]
-        again = QuantizedPipelineStrategy(**EXACT, save_distributed_checkpoint=not full)
-        _, _, losses, start = _fit(root, again, world_size, 2, f"{root}/full{full}.ckpt")
+        path, kind = f"{root}/full{full}.ckpt", {"save_distributed_checkpoint": not full}
+        again, strategy = (QuantizedPipelineStrategy(**options, **kind) for _ in range(2))
+        _, whole, state = _fit(root, strategy, world_size, saves=path)
+        _, losses, start = _fit(root, again, world_size, path)
         assert losses == whole[3:]
         assert state.keys() == start.keys()
         assert all(torch.equal(state[name], start[name]) for name in state)
@@ -103,7 +109,7 @@ def _start(rank: int, world_size: int, root: str, loads: list[tuple[str, str]]) 
     }
     found = []
     for kind, name in loads:
-        run, _, losses, start = _fit(root, make[kind](), world_size, 2, f"{root}/{name}.ckpt")
+        run, losses, start = _fit(root, make[kind](), world_size, f"{root}/{name}.ckpt")
         if kind == "interleaved":
             run.save_checkpoint(f"{root}/interleaved.ckpt")
         found.append((losses, start))
@@ -119,7 +125,7 @@ def _compare(start: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_checkpoints_of_two_stages(tmp_path: Path) -> None:
     root = str(tmp_path)
-    (losses, first), (others, last) = run_trainer(_save, 2, root)
+    (losses, first), (others, last) = run_trainer(_save, 2, root, EXACT)
     assert losses == others
     state = {**last, **first}
     consolidate_checkpoint(f"{root}/fullFalse.ckpt", f"{root}/joined.ckpt")
@@ -150,26 +156,13 @@ def _order_is_that_of_one_process(folder: Path) -> None:
     assert saved["parameter_names"] == [names[p] for group in groups for p in group["params"]]
 
 
-def _save_replicas(rank: int, world_size: int, root: str) -> Any:
-    """Two stages of two ranks; the replica that weight differences refer to is saved, too."""
-    options = {**EXACT, "pipeline_size": 2, "weights": "qWD", "min_quantized_numel": 64}
-    for full in (False, True):
-        strategy = QuantizedPipelineStrategy(**options, save_distributed_checkpoint=not full)
-        run, module, _, _ = _fit(root, strategy, world_size, 1)
-        run.save_checkpoint(f"{root}/full{full}.ckpt")
-        state = state_by_name(run, module)
-        whole = _fit(root, QuantizedPipelineStrategy(**options), world_size, 2)[2]
-        losses = _fit(
-            root, QuantizedPipelineStrategy(**options), world_size, 2, f"{root}/full{full}.ckpt"
-        )[2]
-        assert losses == whole[3:]
-    return state
-
-
 def test_checkpoints_of_replicas(tmp_path: Path) -> None:
+    """Two stages of two ranks; the replica that weight differences refer to is saved, too."""
     root = str(tmp_path)
-    states = run_trainer(_save_replicas, 4, root)
-    state = {**states[3], **states[0]}
-    for found in run_trainer(_start, 2, root, [("fsdp", "fullTrue"), ("interleaved", "fullFalse")]):
-        for _, start in found:
+    options = {**EXACT, "pipeline_size": 2, "weights": "qWD", "min_quantized_numel": 64}
+    found = run_trainer(_save, 4, root, options)
+    state = {**found[3][1], **found[0][1]}
+    loads = [("fsdp", "fullTrue"), ("interleaved", "fullFalse")]
+    for starts in run_trainer(_start, 2, root, loads):
+        for _, start in starts:
             _compare(start, state)

@@ -13,6 +13,7 @@ False.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -207,25 +208,27 @@ def _uses(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that an operator reads, and those among its arguments that it writes."""
-    read: list[Tensor] = []
-    written: list[Tensor] = []
+    uses: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for index, (name, writes) in enumerate(_arguments(func)):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        uses[writes].extend(_tensors(value))
+    return uses
+
+
+@functools.cache
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Names of what an operator takes, and whether it writes to that; none of what allocates."""
     if func._schema.name in _ALLOCATIONS:
-        return read, written
-    arguments = func._schema.arguments
-    named = [*zip(arguments, args, strict=False)]
-    named += [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
-    for index, (argument, value) in enumerate(named):
-        if func.namespace == "c10d":  # its schemas do not say what is written: outputs come first
-            writes = index == 0
-        else:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-        (written if writes else read).extend(_tensors(value))
-    return read, written
+        return []
+    if func.namespace == "c10d":  # its schemas do not say what is written: outputs come first
+        return [(a.name, index == 0) for index, a in enumerate(func._schema.arguments)]
+    return [(a.name, a.is_write) for a in func._schema.arguments]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     """Tensors with memory; of those of a subclass such as DTensor, what they wrap."""
-    leaves = [getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(tree)]
+    leaves = tree_leaves(tree) if isinstance(tree, (list, tuple, dict)) else [tree]
+    leaves = [getattr(leaf, "_local_tensor", leaf) for leaf in leaves]
     return [leaf for leaf in leaves if _has_data(leaf)]
 
 
@@ -233,6 +236,7 @@ def _has_data(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta and value.numel() > 0
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     schema = func._schema
     aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
