@@ -60,8 +60,10 @@ def _without(mutant: str) -> contextlib.AbstractContextManager[None]:
     return replaced(*MUTANTS[mutant], _nothing)
 
 
-def _train(model: TinyLM, optimizer: torch.optim.Optimizer, communication: Any, rank: int) -> None:
-    for step in range(2):
+def _train(
+    model: TinyLM, optimizer: torch.optim.Optimizer, communication: Any, rank: int, steps: int
+) -> None:
+    for step in range(steps):
         for _ in range(2):  # the second result is added to the first
             model(batch(step, rank)).backward()
         optimizer.step()
@@ -116,7 +118,7 @@ def _races(rank: int, world: int, node_size: int, replica: str, mutant: str) -> 
             own = on_own_stream(recorder, owner.__call__)
             stack.enter_context(replaced(owner, "__call__", own))
         stack.enter_context(_without(mutant))
-        _train(model, optimizer, communication, rank)
+        _train(model, optimizer, communication, rank, 1 if mutant else 2)
         communication.join()
     assert held[0] == 2, "three reductions, of which two may be on their way"
     return [f"{race.kind}: {race.first} -> {race.second}" for race in recorder.races]
