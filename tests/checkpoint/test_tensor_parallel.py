@@ -146,7 +146,7 @@ RUNS = {
         2: [(1, 2, False, "4a")],
     },
     True: {
-        8: [(2, 2, False, "one")],
+        8: [(2, 2, False, "one"), (2, 2, True, "8a")],
         4: [(2, 1, False, "8a"), (2, 2, True, "4a"), (1, 2, False, "4b")],
     },
 }

@@ -88,7 +88,8 @@ def _save(rank: int, world_size: int, root: str, options: dict[str, Any]) -> Any
         path, kind = f"{root}/full{full}.ckpt", {"save_distributed_checkpoint": not full}
         again, strategy = (QuantizedPipelineStrategy(**options, **kind) for _ in range(2))
         _, whole, state = _fit(root, strategy, world_size, saves=path)
-        _, losses, start = _fit(root, again, world_size, path)
+        run, losses, start = _fit(root, again, world_size, path)
+        run.save_checkpoint(f"{root}/end{full}.ckpt")  # where no run is under way
         assert losses == whole[3:]
         assert state.keys() == start.keys()
         assert all(torch.equal(state[name], start[name]) for name in state)
@@ -129,8 +130,10 @@ def test_checkpoints_of_two_stages(tmp_path: Path) -> None:
     assert losses == others
     state = {**last, **first}
     consolidate_checkpoint(f"{root}/fullFalse.ckpt", f"{root}/joined.ckpt")
-    saved = torch.load(f"{root}/fullTrue.ckpt", weights_only=True)
-    assert list(saved["state_dict"]) == list(Grouped().state_dict())
+    for name, steps in (("full", 3), ("end", 6)):
+        saved = torch.load(f"{root}/{name}True.ckpt", weights_only=True)
+        assert list(saved["state_dict"]) == list(Grouped().state_dict())
+        assert saved["global_step"] == steps
     loads = {
         1: [("alone", "fullFalse"), ("lightning", "fullTrue"), ("lightning", "joined")],
         2: [("fsdp", "fullFalse"), ("interleaved", "fullTrue")],
