@@ -14,6 +14,7 @@ import argparse
 import logging
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -225,6 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except (OSError, ValueError, ModuleNotFoundError, pickle.UnpicklingError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
+    written = Path(options.output).stat().st_size
+    sys.stdout.write(f"Wrote {options.output} ({_shown_size(written)}).\n")
+
+
+def _shown_size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
 
 
 if __name__ == "__main__":

@@ -123,14 +123,19 @@ def sole_writer(path: Path) -> Iterator[None]:
 def write_in_place(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` make a file under another name and move it to ``path`` once it is on disk.
 
-    After an error the unfinished file is removed, as it may be what filled the disk.
+    It may be read by whom the umask says, however ``write`` makes it. After an error the unfinished
+    file is removed, as it may be what filled the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = incomplete_name(path)
     with sole_writer(path):
         remove(unfinished)
         try:
-            write(unfinished)
+            unfinished.touch()
+            mode = unfinished.stat().st_mode
+            write(unfinished)  # safetensors puts a file of mode 0600 in its place
+            if unfinished.stat().st_mode != mode:
+                unfinished.chmod(mode & 0o777)
             sync(unfinished)
         except BaseException:
             remove(unfinished)

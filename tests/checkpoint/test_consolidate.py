@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_consolidated_files_hold_the_same(
     weights, _ = torch.load(saved / "expectedFalse.pt")
     one = tmp_path / "one.ckpt"
     main([str(sharded), str(one)])
+    assert capsys.readouterr().out == f"Wrote {one} ({one.stat().st_size / 1e6:.2f} MB).\n"
     loaded = TinyModule.load_from_checkpoint(one)
     assert all(torch.equal(p, weights[n]) for n, p in loaded.named_parameters())
     checkpoint = torch.load(one, weights_only=True)
@@ -35,6 +37,7 @@ def test_consolidated_files_hold_the_same(
     out = tmp_path / "model.safetensors"
     main([str(sharded), str(out), "--format", "safetensors", "--prefix", "net."])
     assert all(torch.equal(t, weights[f"net.{n}"]) for n, t in load_file(out).items())
+    assert f"Wrote {out} (" in capsys.readouterr().out
     loaded.net.load_state_dict(load_file(out))
     consolidate_checkpoint(one, tmp_path / "b.safetensors", "safetensors")
     assert load_file(tmp_path / "b.safetensors").keys() == weights.keys()
@@ -53,6 +56,19 @@ def test_consolidated_files_hold_the_same(
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="format='zip'"):
         consolidate_checkpoint(one, "x", "zip")  # type: ignore[arg-type]
+
+
+def test_a_consolidated_file_may_be_read_by_whom_the_umask_says(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors.torch")
+    torch.save({"state_dict": {"weight": torch.ones(2, 3)}}, tmp_path / "whole.ckpt")
+    for umask, expected in ((0o022, 0o644), (0o027, 0o640)):
+        before = os.umask(umask)
+        try:
+            for format in ("lightning", "safetensors"):
+                consolidate_checkpoint(tmp_path / "whole.ckpt", tmp_path / "out", format)
+                assert (tmp_path / "out").stat().st_mode & 0o777 == expected, format
+        finally:
+            os.umask(before)
 
 
 def test_tied_weights_of_a_file_are_written_once_and_equal_ones_as_they_are(tmp_path: Path) -> None:
