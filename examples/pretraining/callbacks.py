@@ -263,6 +263,16 @@ class TextSample(pl.Callback):
         self.temperature = temperature
         self._predicted: dict[int, list[int]] = {}
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse before training what the end of training cannot do."""
+        in_stages = getattr(trainer.strategy, "pipeline", None) is not None
+        if stage == "fit" and in_stages and self.max_new_tokens and not trainer.fast_dev_run:
+            raise MisconfigurationException(
+                "`TextSample` generates text with the whole model, of which each rank of a "
+                "pipeline has only some stages: pass `--sample.max_new_tokens=0`, and use the "
+                "trained model without a pipeline."
+            )
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: CausalLM) -> None:
         """Generate the sample, print it, and write it to the logs and to ``sample.txt``."""
         if self.max_new_tokens == 0 or trainer.fast_dev_run:

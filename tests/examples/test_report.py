@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import quickstart
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pretraining import callbacks, report
 
 from lq_lightning.data_parallel import Traffic
@@ -181,3 +183,14 @@ def test_quickstart_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(quickstart, "NEEDED", ("torch", "no_such_package"))
     with pytest.raises(SystemExit, match=r"(?s)cannot import no_such_package.*'.\[examples\]'"):
         quickstart.check_installed()
+
+
+@pytest.mark.parametrize("pipeline", [None, "stages"])
+def test_a_sample_is_refused_in_a_pipeline_before_training(pipeline: str | None) -> None:
+    strategy = SimpleNamespace(pipeline=pipeline)
+    trainer: Any = SimpleNamespace(strategy=strategy, fast_dev_run=False)
+    module: Any = None
+    callbacks.TextSample(max_new_tokens=0).setup(trainer, module, "fit")
+    refused = pytest.raises(MisconfigurationException, match="sample.max_new_tokens=0")
+    with nullcontext() if pipeline is None else refused:
+        callbacks.TextSample().setup(trainer, module, "fit")
