@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -27,6 +29,26 @@ def backward_id() -> int:
     """Number of the backward that runs now in this thread; -1 if none does."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def copy_with(
+    optimizer: torch.optim.Optimizer, params: Mapping[int, list[Tensor]]
+) -> torch.optim.Optimizer:
+    """Copy an optimizer, without states and hooks, to one of other parameters.
+
+    Args:
+        params: Parameters by index of the group whose options they get.
+    """
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name != "step" and not name.startswith("_optimizer_"):  # schedulers wrap `step`
+            vars(twin)[name] = copy(value) if isinstance(value, (dict, list, set)) else value
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**optimizer.param_groups[index], "params": given} for index, given in params.items()
+    ]
+    torch.optim.Optimizer.__setstate__(twin, {})  # gives it hooks of its own
+    return twin
 
 
 def any_rank(key: str, flag: bool, timeout: timedelta | None) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import (
     ModelPruning,
     OnExceptionCheckpoint,
@@ -13,10 +14,11 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn, optim
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -24,15 +26,19 @@ from torch.optim import Optimizer
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, unit_mesh, uses_hsdp
 from lq_lightning._compat.modules import has_gradient_hooks
 from lq_lightning._compat.tensor_parallel import DATA, TENSOR, why_not_shardable
+from lq_lightning._compat.torch import copy_with
 from lq_lightning.checkpoint.files import is_local, put_back
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import shares_memory_within
+from lq_lightning.strategies.failures import is_refused_for_shards
 
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 
 # their updates need operations that torch does not have for DTensors
 _UNSUPPORTED_OPTIMIZERS = (optim.Adafactor, optim.LBFGS, optim.Rprop, optim.SparseAdam)
 _UNSUPPORTED_IF_FUSED = (optim.Adagrad, optim.SGD)
+# whose optimizers work on DTensors, but for those above; torchao's would be compiled by a trial
+_KNOWN_PACKAGES = ("torch", "lq_lightning", "torchao")
 
 
 def check_shardable(root: nn.Module, tensor: DeviceMesh | None = None) -> None:
@@ -256,10 +262,13 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose first step on sharded parameters would fail."""
     _check_mixed_meshes(optimizer)
     fused = any(group.get("fused") for group in optimizer.param_groups)
+    error = None
     if isinstance(optimizer, _UNSUPPORTED_OPTIMIZERS):
         what = f"`{type(optimizer).__name__}`"
     elif isinstance(optimizer, _UNSUPPORTED_IF_FUSED) and fused:
         what = f"`{type(optimizer).__name__}(fused=True)`"
+    elif (error := _failure_on_shards(optimizer)) is not None:
+        what = f"`{type(optimizer).__name__}` of `{type(optimizer).__module__.split('.')[0]}`"
     else:
         return
     raise NotImplementedError(
@@ -267,7 +276,45 @@ def check_optimizer(optimizer: Optimizer) -> None:
         "version of its operations. Use AdamW, Adam, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD "
         "or Muon, or SGD or Adagrad without `fused`; `QuantizedPrecision` makes the states of Adam "
         "and AdamW as small as a quarter. Or run on one rank."
-    )
+    ) from error
+
+
+def _failure_on_shards(optimizer: Optimizer) -> Exception | None:
+    """Try a step on small shards, if it is not one that is known; all ranks of the mesh call it.
+
+    Only errors that say that an operation has no sharded version count: an optimizer that cannot
+    be copied, or wants parameters of certain sizes, may work on those of the model.
+    """
+    owner = next(c for c in type(optimizer).__mro__ if "step" in vars(c))
+    if owner.__module__.split(".")[0] in _KNOWN_PACKAGES:
+        return None
+    small: dict[int, list[Tensor]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        # one of each number of dimensions, on which it depends what many keep
+        sharded = {p.dim(): p for p in group["params"] if isinstance(p, DTensor)}
+        if sharded:
+            small[index] = [_small_like(parameter) for parameter in sharded.values()]
+    if not small:
+        return None
+    try:
+        with isolate_rng(include_cuda=any(p.is_cuda for ps in small.values() for p in ps)):
+            copy_with(optimizer, small).step()
+    except (RuntimeError, TypeError) as error:
+        return error if is_refused_for_shards(error) else None
+    except Exception:  # says nothing about the steps of the model's own parameters
+        return None
+    return None
+
+
+def _small_like(parameter: DTensor) -> Tensor:
+    """A sharded parameter of a few ones, with a gradient."""
+    mesh = parameter.device_mesh
+    local = torch.ones([4] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+    placements = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
+    made = DTensor.from_local(local, mesh, placements, run_check=False)
+    small = nn.Parameter(made)
+    small.grad = made.clone()
+    return small
 
 
 def _check_mixed_meshes(optimizer: Optimizer) -> None:

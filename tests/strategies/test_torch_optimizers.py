@@ -80,6 +80,64 @@ def test_those_that_are_not_refused_step_like_on_one_device() -> None:
     run_ranks(_all, 4)
 
 
+class Factored(Optimizer):
+    """Keeps a plain tensor for the rows of matrices, which is mixed with sharded ones."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.stepped = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.stepped += 1
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            if parameter.grad is not None:
+                self.update(parameter, parameter.grad.detach())
+
+    def update(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        if grad.dim() > 1:
+            state = self.state[parameter].setdefault("row", torch.zeros(grad.shape[:-1]))
+            state.add_(grad.square().mean(-1))
+
+
+class Sharded(Factored):
+    """Works on shards, needs a closure, and draws random numbers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.register_step_post_hook(lambda *unused: pytest.fail("a trial is no step"))
+
+    def update(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        parameter.detach().add_(grad, alpha=-float(torch.rand(())))
+
+
+class Blocked(Factored):
+    """Works on shards of whole blocks alone, which small ones are not."""
+
+    def update(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        raise ValueError("blocks of 128 expected")
+
+
+def _foreign(rank: int, world_size: int) -> None:
+    module = Block()
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    before, drawn = [p.full_tensor().clone() for p in module.parameters()], torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match=r"`Factored` of `.*Use AdamW"):
+        check_optimizer(Factored(module.parameters()))
+    for make in (Sharded, Blocked):
+        optimizer = make(module.parameters())
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps `step`
+        check_optimizer(optimizer)
+        assert optimizer.stepped == 0
+        assert not optimizer.state
+    assert torch.equal(drawn, torch.get_rng_state())
+    for parameter, whole in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter.full_tensor(), whole)
+
+
+def test_others_optimizers_are_tried_on_small_shards() -> None:
+    run_ranks(_foreign, 2)
+
+
 class WithOptimizer(TinyModule):
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
