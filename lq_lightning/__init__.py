@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lq_lightning.__about__ import __version__
+from lq_lightning._compat.lightning import check_trainer_options
 from lq_lightning.activations import (
     ActivationPlan,
     ActivationPolicy,
@@ -43,6 +44,11 @@ from lq_lightning.data_parallel import (
     Topology,
     WeightQuantization,
     quantized_all_reduce_hook,
+)
+from lq_lightning.foundation.trainer_options import (
+    check_given_callbacks,
+    check_plugins,
+    check_strategy_name,
 )
 from lq_lightning.optim import (
     OptimizerQuantization,
@@ -111,6 +117,14 @@ for _strategy, _description in (
 ):
     if _strategy.strategy_name not in StrategyRegistry:
         StrategyRegistry.register(_strategy.strategy_name, _strategy, description=_description)
+
+
+def _check_connector(strategy: object, plugins: object) -> None:
+    check_strategy_name(strategy, StrategyRegistry.available_strategies())
+    check_plugins(plugins)
+
+
+check_trainer_options(_check_connector, check_given_callbacks)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,12 +5,13 @@ Imported when called, so that only callers need lightning.
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -151,6 +152,36 @@ def check_precision_with(strategy: type[Strategy], check: Callable[[str], None])
             check(connector._precision_flag)
 
     _AcceleratorConnector._validate_precision_choice = validate  # type: ignore[assignment, method-assign]
+
+
+def check_trainer_options(
+    check_connector: Callable[[object, object], None], check_callbacks: Callable[[object], None]
+) -> None:
+    """Check what a new Trainer is given before Lightning does.
+
+    Args:
+        check_connector: Gets its ``strategy`` and ``plugins``.
+        check_callbacks: Gets its ``callbacks``.
+    """
+    from lightning.pytorch.trainer.connectors import accelerator_connector, callback_connector
+
+    def before(owner: type, method: str, check: Callable[..., None], *names: str) -> None:
+        original = getattr(owner, method, None)
+        if original is None:  # another Lightning, whose own checks remain
+            return
+
+        @wraps(original)
+        def checked(self: Any, *args: Any, **options: Any) -> Any:
+            given = inspect.signature(original).bind_partial(self, *args, **options).arguments
+            check(*map(given.get, names))
+            return original(self, *args, **options)
+
+        setattr(owner, method, checked)
+
+    accelerators = accelerator_connector._AcceleratorConnector
+    flags = "_check_config_and_set_final_flags"
+    before(accelerators, flags, check_connector, "strategy", "plugins")
+    before(callback_connector._CallbackConnector, "on_trainer_init", check_callbacks, "callbacks")
 
 
 def convert_floating(data: Any, dtype: torch.dtype) -> Any:

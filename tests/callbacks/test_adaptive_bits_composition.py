@@ -347,6 +347,11 @@ class Other(AdaptiveBits):
     """Which Lightning takes for another callback."""
 
 
+class AddsOther(TinyModule):
+    def configure_callbacks(self) -> Any:
+        return [AdaptiveBits(), Other()]
+
+
 def test_refusals_before_the_first_step(tmp_path: Path) -> None:
     def refused(
         match: str, module: Any = None, kind: type[Exception] = ValueError, **options: Any
@@ -357,9 +362,10 @@ def test_refusals_before_the_first_step(tmp_path: Path) -> None:
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
         assert "configure_model" not in module.__dict__
 
-    refused("two `AdaptiveBits` in the Trainer", callbacks=[Other()])
     # As docs/troubleshooting.md has it.
-    refused("Found more than one stateful callback", kind=RuntimeError, callbacks=[AdaptiveBits()])
+    refused("2 `AdaptiveBits`, but all sites share one mean", callbacks=[Other()])
+    refused("2 `AdaptiveBits`, but all sites share one mean", callbacks=[AdaptiveBits()])
+    refused("two `AdaptiveBits` in the Trainer", AddsOther())
     refused("configure_optimizers` returns 2", TwoOptimizers())
     refused(r"`TinyModule` has no module of that name.*boundaries", bits={"sites": ["net.blok.*"]})
     refused(r"holds the module `net`.*ignore=\['net'\]", Keeps(TinyModule().net))
