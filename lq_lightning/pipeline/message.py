@@ -151,8 +151,8 @@ def check_channels(
         if divisors:
             remedy = f"a tile of {' or '.join(map(str, divisors))} (`{option}`)"
         raise ValueError(
-            f"The codec {name!r} works on tiles of {tile} channels, but hidden states of shape "
-            f"{tuple(shape)} have {channels}, which is not divisible. Choose {remedy}."
+            f"The codec {name!r} works on tiles of {tile} channels, but hidden states have "
+            f"{channels} (their last dimension), which is not divisible. Choose {remedy}."
         )
 
 

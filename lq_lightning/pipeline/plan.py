@@ -16,7 +16,7 @@ from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, na
 
 from .interceptor import LayerInterceptor, placeholders
 
-__all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "plan_stages"]
+__all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "hidden_size", "plan_stages"]
 
 
 def balance(
@@ -311,3 +311,27 @@ def _shared(module: nn.Module, plan: PipelinePlan) -> Iterator[SharedParameter]:
         stages = sorted({stage for name in group for stage in plan.stages_of(name)})
         if len(stages) > 1:
             yield SharedParameter(names=tuple(group), stages=tuple(stages))
+
+
+def hidden_size(module: nn.Module, plan: PipelinePlan) -> int | None:
+    """Return the channels of hidden states between layers, where the whole module shows them.
+
+    It does where nothing in front of the layers but embeddings has matrices, all of one width, of
+    which the first part of each layer is too. ``None``: only a forward can tell.
+    """
+    before = [child for name in plan.before for child in module.get_submodule(name).modules()]
+    widths = {child.embedding_dim for child in before if isinstance(child, nn.Embedding)}
+    matrices = (p for child in before for p in child.parameters(recurse=False) if p.dim() > 1)
+    tables = {id(child.weight) for child in before if isinstance(child, nn.Embedding)}
+    if len(widths) != 1 or any(id(matrix) not in tables for matrix in matrices):
+        return None
+    (width,) = widths
+    firsts = {_first_width(module.get_submodule(name)) for name in plan.layers}
+    return width if firsts == {width} else None
+
+
+def _first_width(layer: nn.Module) -> int | None:
+    """The input size of a layer's first norm, linear layer or attention."""
+    firsts = (next(child.parameters(recurse=False), None) for child in layer.modules())
+    first = next((weight for weight in firsts if weight is not None), None)
+    return first.shape[-1] if first is not None and first.dim() in (1, 2) else None

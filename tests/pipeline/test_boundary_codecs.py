@@ -182,12 +182,10 @@ def test_uniform_bits_of_tah() -> None:
 def test_checks_before_training(name: str) -> None:
     codec = make_boundary_codec(name)
     smallest = "8 or 16" if name.startswith("tah") else "16"
-    message = (
-        rf"tiles of 64 channels.*\(1, 4, 96\) have 96.*a tile of {smallest} or 32 \(`\w+\.\w+`\)"
-    )
+    message = rf"tiles of 64 channels.*have 96 .*a tile of {smallest} or 32 \(`\w+\.\w+`\)"
     with pytest.raises(ValueError, match=message):
         codec.check((1, 4, 96), torch.float32)
-    with pytest.raises(ValueError, match=r"97, which is not divisible. Choose the codec 'bf16'"):
+    with pytest.raises(ValueError, match=r"have 97 .*not divisible. Choose the codec 'bf16'"):
         codec.check((1, 4, 97), torch.float32)
     with pytest.raises(ValueError, match=r"cannot encode torch.float64; allowed: float32"):
         codec.check((1, 4, 64), torch.float64)

@@ -13,7 +13,7 @@ from lq_testing.models import WIDTH, Block, TinyLM, batch
 from torch import Tensor, nn
 
 from lq_lightning.pipeline.measure import measure_times
-from lq_lightning.pipeline.plan import SharedParameter, balance, plan_stages
+from lq_lightning.pipeline.plan import SharedParameter, balance, hidden_size, plan_stages
 
 
 def test_stages_hold_layers_in_order_and_what_lies_around_at_the_ends() -> None:
@@ -265,3 +265,28 @@ def test_bad_splits(layers: int, stages: int, split: Any, message: str) -> None:
 def test_a_model_without_blocks() -> None:
     with pytest.raises(ValueError, match="`Sequential` has no list of repeated blocks"):
         plan_stages(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 2)
+
+
+class Widened(nn.Module):
+    """Layers of another width than the embedding, which is widened in one of three ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 24)
+        self.widen = nn.Linear(24, 48) if how == "linear" else nn.Identity()
+        self.other = nn.Embedding(7, 12 if how == "another" else 24)
+        norm = nn.LayerNorm(24 if how == "normed" else 48)
+        self.blocks = nn.ModuleList(nn.Sequential(norm, nn.Linear(48, 48)) for _ in range(2))
+
+
+def test_the_hidden_size_is_known_before_a_forward_only_where_nothing_may_change_it() -> None:
+    for tied in (False, True):
+        model = TinyLM(layers=2, tied=tied)
+        assert hidden_size(model, plan_stages(model, 2)) == WIDTH
+    for how in ("linear", "another", "both"):
+        model = Widened(how)
+        assert hidden_size(model, plan_stages(model, 2)) is None, how
+    model = Widened("normed")
+    assert hidden_size(model, plan_stages(model, 2)) == 24
+    model.blocks = nn.ModuleList(nn.TransformerEncoderLayer(24, 2) for _ in range(2))
+    assert hidden_size(model, plan_stages(model, 2)) == 24

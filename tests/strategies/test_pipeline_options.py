@@ -296,6 +296,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "^past the end$|`training_step` failed on the first stage: IndexError: past",
     ),
+    # before a batch, whose step would fail
+    (Raises, {"forward_codec": "tah5"}, "tiles of 64 channels.* have 24 .*a tile of 8 "),
 ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -86,6 +87,12 @@ class PipelineOptions:
                 "'amaq', or choose another backward_codec, such as 'tah5'."
             )
         return forward, forward  # the same widths
+
+    def check_hidden_size(self, channels: int) -> None:
+        """Refuse codecs whose tiles do not divide the channels, before the first batch does."""
+        for codec in self.make_codecs():
+            if not isinstance(codec, MixedCodec):  # has any number, and tables for each
+                codec.check((1, 1, channels), torch.float32)
 
     def shares(self, batches: Sequence[Any]) -> list[float] | None:
         """Return targets of each micro-batch over their mean; None without ``count_targets``."""

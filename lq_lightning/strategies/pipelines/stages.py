@@ -24,7 +24,7 @@ from lq_lightning.foundation.groups import shared_group, shared_mesh, shared_spl
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.foundation.parameters import clean_name, embeddings, tied_names
 from lq_lightning.pipeline.partition import keep_stages
-from lq_lightning.pipeline.plan import PipelinePlan, plan_stages
+from lq_lightning.pipeline.plan import PipelinePlan, hidden_size, plan_stages
 from lq_lightning.pipeline.schedules import rank_of_stage, stages_of_rank
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.options import UnitSelector
@@ -328,6 +328,8 @@ def cut(
     """
     num_stages = ranks.size * options.stages_per_rank
     plan = plan_stages(module, num_stages, options.split, trunk=options.trunk)
+    if (channels := hidden_size(module, plan)) is not None:
+        options.check_hidden_size(channels)
     stages = stages_of_rank(options.schedule, ranks.rank, num_stages, ranks.size)
     layers = ChosenUnits(frozenset(plan.layers), "the layers of this rank")
     chosen = layers if units is None else choose_units(module, units)
