@@ -28,6 +28,7 @@ from lq_lightning.checkpoint.folder import (
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint, naming
 from lq_lightning.foundation.agreement import broadcast_module_states
+from lq_lightning.foundation.checks import counted
 from lq_lightning.foundation.parameters import tied_names
 
 ALL_RANKS = RankGroup()  # write and read one checkpoint together
@@ -392,6 +393,7 @@ def _whole_state(states: Sequence[Any], index: int) -> Any:
     if index < len(states):
         return states[index]
     raise ValueError(
-        f"there is no state for optimizer {index}: it was saved with {len(states)} optimizer(s). "
-        "Configure as many as in the run that saved it, or load only the weights."
+        f"there is no state for optimizer {index}: it was saved with "
+        f"{counted(len(states), 'optimizer')}. Configure as many as in the run that saved it, or "
+        "load only the weights."
     )

@@ -15,6 +15,11 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``number`` and ``noun``, in the plural unless it is one."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def check_choice(
     owner: str, field: str, value: object, allowed: tuple[object, ...], *configs: type
 ) -> None:

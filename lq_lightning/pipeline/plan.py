@@ -11,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
-from lq_lightning.foundation.checks import is_whole
+from lq_lightning.foundation.checks import counted, is_whole
 from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, names_around
 
 from .interceptor import LayerInterceptor, placeholders
@@ -126,7 +126,7 @@ class PipelinePlan:
 
     def summary(self) -> str:
         """Return a few lines for people."""
-        lines = [f"{len(self.layers)} layers in {self.num_stages} stages:"]
+        lines = [f"{counted(len(self.layers), 'layer')} in {counted(self.num_stages, 'stage')}:"]
         for stage, cost in enumerate(self.costs):
             names = self.stages[stage]
             span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
@@ -173,8 +173,8 @@ def plan_stages(
     found = find_layer_stack(module, trunk)
     if len(found.layers) < num_stages:
         raise ValueError(
-            f"`{type(module).__name__}` has {len(found.layers)} layers, fewer than the "
-            f"{num_stages} stages of the pipeline. Use a smaller `pipeline_size` or "
+            f"`{type(module).__name__}` has {counted(len(found.layers), 'layer')}, fewer than the "
+            f"{counted(num_stages, 'stage')} of the pipeline. Use a smaller `pipeline_size` or "
             "`stages_per_rank`, or a deeper model."
         )
     counts, costs = _counts(module, found, num_stages, split)
@@ -242,9 +242,11 @@ def _given_counts(split: Sequence[int], trunk: LayerStack, num_stages: int) -> t
             )
     if len(counts) != num_stages or sum(counts) != len(trunk.layers):
         raise ValueError(
-            f"`split={list(counts)}` gives {sum(counts)} layers to {len(counts)} stages, but the "
-            f"pipeline has {num_stages} stages and the model {len(trunk.layers)} layers. Give one "
-            f"number for each stage, {len(trunk.layers)} in all."
+            f"`split={list(counts)}` gives {counted(sum(counts), 'layer')} to "
+            f"{counted(len(counts), 'stage')}, but the pipeline has "
+            f"{counted(num_stages, 'stage')} and the model "
+            f"{counted(len(trunk.layers), 'layer')}. Give one number for each stage, "
+            f"{len(trunk.layers)} in all."
         )
     return counts
 

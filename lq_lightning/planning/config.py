@@ -405,7 +405,7 @@ def hugging_face_config(path: str) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ValueError("--model needs transformers: pip install 'lq-lightning[hf]'") from error
+        raise ValueError("--model needs transformers: `pip install transformers`") from error
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():

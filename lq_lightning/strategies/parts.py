@@ -28,7 +28,7 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantize_communication,
 )
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, counted
 from lq_lightning.strategies.options import (
     FSDPOptions,
     GradientName,
@@ -278,8 +278,7 @@ def _reason(notes: list[str], topology: Topology, nvlink: bool) -> str:
     if not notes:
         return ""
     link = "with NVLink inside" if nvlink else "where no NVLink between all of them was found"
-    nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
-    ranks = "1 rank" if topology.node_size == 1 else f"{topology.node_size} ranks"
+    nodes, ranks = counted(topology.num_nodes, "node"), counted(topology.node_size, "rank")
     return f"chose {', '.join(notes)} for {nodes} of {ranks} {link}"
 
 

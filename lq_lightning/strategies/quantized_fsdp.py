@@ -30,6 +30,7 @@ from lq_lightning.data_parallel import (
     start_alike,
 )
 from lq_lightning.foundation.agreement import broadcast_module_states, check_same_entries, describe
+from lq_lightning.foundation.checks import counted
 from lq_lightning.foundation.groups import RankGroups, shared_mesh, shared_split, world_group
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.reporting import QuantizationReport
@@ -119,9 +120,9 @@ class ReplicaGroups(StrategyPart):
         if module.trainer.state.fn == TrainerFn.FITTING and every.num_nodes == 1:
             raise ValueError(
                 f"`{owner}(local_steps={every_steps})` lets nodes train alone, but this run has "
-                f"one node of {every.node_size} rank(s), which has nobody to be brought together "
-                "with. Leave it out, give the Trainer `num_nodes`, or let a smaller `node_size` "
-                "emulate nodes."
+                f"one node of {counted(every.node_size, 'rank')}, which has nobody to be "
+                "brought together with. Leave it out, give the Trainer `num_nodes`, or let a "
+                "smaller `node_size` emulate nodes."
             )
         if synchronizes_layers and every.num_nodes > 1:
             raise ValueError(
@@ -174,8 +175,9 @@ class ReplicaGroups(StrategyPart):
             callbacks.insert(0, _OuterStepFirst(self))
         bits = "fp32" if config.bits is None else f"{config.bits} bits"
         rank_zero_info(
-            f"{every.num_nodes} nodes of {every.node_size} rank(s) train alone for {config.every} "
-            f"steps each time, and exchange what they have learned in {bits}"
+            f"{every.num_nodes} nodes of {counted(every.node_size, 'rank')} train alone for "
+            f"{counted(config.every, 'step')} each time, and exchange what they have "
+            f"learned in {bits}"
         )
 
     # --- steps ------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from lq_lightning.checkpoint.checkpointer import ALL_RANKS, ModelLayout, show_sh
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import Topology
+from lq_lightning.foundation.checks import counted
 from lq_lightning.foundation.groups import distrust_groups
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
@@ -330,7 +331,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         remember_cut(module, record)
         numels = ", ".join(f"{numel:,}" for numel in record.numels)
         rank_zero_info(
-            f"{type(self).__name__}: {ranks.replicas} pipeline(s) of {ranks.size} x "
+            f"{type(self).__name__}: {counted(ranks.replicas, 'pipeline')} of {ranks.size} x "
             f"{ranks.tensor_size} ranks, schedule {self._pipeline_options.schedule!r}\n"
             f"{record.plan.summary()}\n"
             f"parameters per stage: {numels}"

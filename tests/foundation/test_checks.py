@@ -20,7 +20,7 @@ from lq_lightning import (
 from lq_lightning.adaptive import AdaptiveBitsConfig
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import QuantizedAllReduce, QuantizedGradientBuffer
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, counted
 from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
 from lq_lightning.pipeline.boundary import TAHQuantization
@@ -73,3 +73,7 @@ def test_choices_have_a_type() -> None:
     for value in (128.0, True, "128"):
         with pytest.raises(ValueError, match="choose one of 1, 128"):
             check_choice("Owner", "field", value, (1, 128))
+
+
+def test_counted() -> None:
+    assert [counted(n, "layer") for n in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]

@@ -283,7 +283,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (FrozenStage, {}, r"the stages of a rank have none.* all of `self.parameters\(\)`"),
     (OverStages, {}, r"over the ranks \[0, 1\], but .* the ranks \[[01]\], in this order"),
     (ClipsPart, {}, r"call `self.clip_gradients\(optimizer"),
-    (TinyModule, {"layers": 1}, "1 layers, fewer than the 2 stages"),
+    (TinyModule, {"layers": 1}, "has 1 layer, fewer than the 2 stages"),
     (TinyModule, {"split": [2, 0]}, "leaves stage 1 without layers"),
     (TinyModule, {"units": ["Block", "Bloc"]}, r"of class \['Bloc'\].*Block, Embedding, LayerNorm"),
     (TinyModule, {"forward_codec": "tah"}, "tiles of 64 channels.*24"),

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import LBFGS, Optimizer
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, counted
 from lq_lightning.pipeline.boundary import (
     CODEC_NAMES,
     BoundaryCodec,
@@ -190,20 +190,22 @@ class PipelineOptions:
                 suitable = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
                 suitable = [n for n in suitable if self._suits(pipeline_size, n)]
                 raise ValueError(
-                    f"a batch of {batch_size} samples cannot be cut into `num_microbatches="
-                    f"{self.num_microbatches}` equal micro-batches. Give a `batch_size` that is a "
-                    "multiple of it, and `drop_last=True` to the training data loader if its last "
-                    f"batch is smaller; or one of {suitable}, or None, as `num_microbatches`."
+                    f"a batch of {counted(batch_size, 'sample')} cannot be cut into "
+                    f"`num_microbatches={self.num_microbatches}` equal micro-batches. Give a "
+                    "`batch_size` that is a multiple of it, and `drop_last=True` to the training "
+                    "data loader if its last batch is smaller; or one of "
+                    f"{suitable}, or None, as `num_microbatches`."
                 )
             return self.num_microbatches
         for count in divisors:
             if self._suits(pipeline_size, count):
                 return count
         raise ValueError(
-            f"a batch of {batch_size} samples cannot be cut into equal micro-batches, at most "
-            f"{most}, that suit `schedule={self.schedule!r}` with `pipeline_size={pipeline_size}`. "
-            f"Use a `batch_size` that is a multiple of {pipeline_size}, and `drop_last=True` in "
-            "the training data loader if its last batch is smaller; or `schedule='gpipe'`."
+            f"a batch of {counted(batch_size, 'sample')} cannot be cut into equal micro-batches, "
+            f"at most {most}, that suit `schedule={self.schedule!r}` with "
+            f"`pipeline_size={pipeline_size}`. Use a `batch_size` that is a multiple of "
+            f"{pipeline_size}, and `drop_last=True` in the training data loader if its last batch "
+            "is smaller; or `schedule='gpipe'`."
         )
 
     def _suits(self, pipeline_size: int, count: int) -> bool:
