@@ -283,10 +283,11 @@ def _failure_on_shards(optimizer: Optimizer) -> Exception | None:
     """Try a step on small shards, if it is not one that is known; all ranks of the mesh call it.
 
     Only errors that say that an operation has no sharded version count: an optimizer that cannot
-    be copied, or wants parameters of certain sizes, may work on those of the model.
+    be copied, or wants parameters of certain sizes, may work on those of the model. One that holds
+    others, or tensors, is not tried: its copy would step what it shares with it.
     """
     owner = next(c for c in type(optimizer).__mro__ if "step" in vars(c))
-    if owner.__module__.split(".")[0] in _KNOWN_PACKAGES:
+    if owner.__module__.split(".")[0] in _KNOWN_PACKAGES or _holds_others(optimizer):
         return None
     small: dict[int, list[Tensor]] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -304,6 +305,20 @@ def _failure_on_shards(optimizer: Optimizer) -> Exception | None:
     except Exception:  # says nothing about the steps of the model's own parameters
         return None
     return None
+
+
+def _holds_others(optimizer: Optimizer) -> bool:
+    """Whether attributes but groups and states are, or have, optimizers, modules or tensors."""
+    waiting = [v for n, v in vars(optimizer).items() if n not in ("param_groups", "state")]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (Optimizer, nn.Module, Tensor)):
+            return True
+        if isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _small_like(parameter: DTensor) -> Tensor:

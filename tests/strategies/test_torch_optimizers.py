@@ -117,13 +117,25 @@ class Blocked(Factored):
         raise ValueError("blocks of 128 expected")
 
 
+class Wrapping(Sharded):
+    """Steps another optimizer, of the model's own parameters."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.inner = {"base": torch.optim.SGD(params, lr=1.0)}
+
+    def update(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        pytest.fail("its copy shares the other optimizer")
+
+
 def _foreign(rank: int, world_size: int) -> None:
     module = Block()
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     before, drawn = [p.full_tensor().clone() for p in module.parameters()], torch.get_rng_state()
     with pytest.raises(NotImplementedError, match=r"`Factored` of `.*Use AdamW"):
         check_optimizer(Factored(module.parameters()))
-    for make in (Sharded, Blocked):
+    for make in (Sharded, Blocked, Wrapping):
         optimizer = make(module.parameters())
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps `step`
         check_optimizer(optimizer)
