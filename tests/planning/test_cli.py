@@ -135,4 +135,4 @@ def test_examples_of_the_page_are_what_is_printed(
     for line in told:  # numbers, but for their last digits
         found = [float(number.replace(",", "")) for number in numbers_of(line)]
         page = [float(number.replace(",", "")) for number in expected[words_of(line)]]
-        assert found == pytest.approx(page, rel=2e-3, abs=0.011), line
+        assert found == pytest.approx(page, rel=2e-3, abs=0.05), line

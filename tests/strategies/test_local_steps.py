@@ -367,7 +367,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "trainer_options", "message"),
     [
-        ({"node_size": 4}, {}, r"one node of 4 rank\(s\).*`node_size` emulate nodes"),
+        ({"node_size": 4}, {}, r"one node of 4 ranks.*`node_size` emulate nodes"),
         ({"node_size": 2}, {"sync_batchnorm": True}, "sync_batchnorm=True` does not go with"),
     ],
 )
