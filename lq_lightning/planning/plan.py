@@ -48,7 +48,7 @@ ANY_RATE = 1e12  # bytes/s, beyond all networks
 _MOST_STAGES = 4  # more are represented by the first, the middle and the last
 _DEFAULT_GPUS = 8
 _SHOWN, _REMEDIES = 6, 3
-_SEARCH_S = 80.0  # of this process, for what else would work
+_SEARCH_S = 120.0  # of this process, for what else would work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

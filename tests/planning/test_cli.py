@@ -132,7 +132,10 @@ def test_examples_of_the_page_are_what_is_printed(
     told = [line for line in lines if line and not line.startswith("Loss against")]
     words_of, numbers_of = (lambda line: _NUMBER.sub("#", line)), _NUMBER.findall
     expected = {words_of(line): numbers_of(line) for line in shown.splitlines()}
-    for line in told:  # numbers, but for their last digits
+    assert {words_of(line) for line in told} <= set(expected)
+    for line in told:  # numbers, but for their last digits; steps are alike
+        if line.startswith("  Peak:"):
+            continue
         found = [float(number.replace(",", "")) for number in numbers_of(line)]
         page = [float(number.replace(",", "")) for number in expected[words_of(line)]]
         assert found == pytest.approx(page, rel=2e-3, abs=0.05), line
