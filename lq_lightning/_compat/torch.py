@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
+from copy import deepcopy
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -42,7 +42,7 @@ def copy_with(
     twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name != "step" and not name.startswith("_optimizer_"):  # schedulers wrap `step`
-            vars(twin)[name] = copy(value) if isinstance(value, (dict, list, set)) else value
+            vars(twin)[name] = value if name in ("state", "param_groups") else deepcopy(value)
     twin.state = defaultdict(dict)
     twin.param_groups = [
         {**optimizer.param_groups[index], "params": given} for index, given in params.items()

@@ -318,6 +318,9 @@ def _holds_others(optimizer: Optimizer) -> bool:
         if isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
             seen.add(id(value))
             waiting += value.values() if isinstance(value, dict) else value
+        elif hasattr(value, "__dict__") and not callable(value) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += vars(value).values()
     return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,18 @@ class Blocked(Factored):
         raise ValueError("blocks of 128 expected")
 
 
+class Metered(Sharded):
+    """Counts its steps in an object."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.meter = SimpleNamespace(steps=0)
+
+    def update(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        super().update(parameter, grad)
+        self.meter.steps += 1
+
+
 class Wrapping(Sharded):
     """Steps another optimizer, of the model's own parameters."""
 
@@ -135,11 +148,12 @@ def _foreign(rank: int, world_size: int) -> None:
     before, drawn = [p.full_tensor().clone() for p in module.parameters()], torch.get_rng_state()
     with pytest.raises(NotImplementedError, match=r"`Factored` of `.*Use AdamW"):
         check_optimizer(Factored(module.parameters()))
-    for make in (Sharded, Blocked, Wrapping):
+    for make in (Sharded, Blocked, Metered, Wrapping):
         optimizer = make(module.parameters())
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps `step`
         check_optimizer(optimizer)
         assert optimizer.stepped == 0
+        assert not isinstance(optimizer, Metered) or optimizer.meter.steps == 0
         assert not optimizer.state
     assert torch.equal(drawn, torch.get_rng_state())
     for parameter, whole in zip(module.parameters(), before, strict=True):
