@@ -11,6 +11,7 @@ from lq_lightning._compat.requirements import unmet_requirements
 if (_unmet := unmet_requirements()) is not None:
     raise ImportError(_unmet)
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -45,11 +46,7 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantized_all_reduce_hook,
 )
-from lq_lightning.foundation.trainer_options import (
-    check_given_callbacks,
-    check_plugins,
-    check_strategy_name,
-)
+from lq_lightning.foundation.trainer_options import check_each, check_strategy_name
 from lq_lightning.optim import (
     OptimizerQuantization,
     QuantizedAdam,
@@ -121,10 +118,10 @@ for _strategy, _description in (
 
 def _check_connector(strategy: object, plugins: object) -> None:
     check_strategy_name(strategy, StrategyRegistry.available_strategies())
-    check_plugins(plugins)
+    check_each("plugins", plugins)
 
 
-check_trainer_options(_check_connector, check_given_callbacks)
+check_trainer_options(_check_connector, partial(check_each, "callbacks"))
 
 
 def __getattr__(name: str) -> Any:

@@ -35,27 +35,13 @@ def check_strategy_name(strategy: object, registered: Collection[str]) -> None:
     )
 
 
-def check_plugins(plugins: object) -> None:
-    """Refuse classes of this package in place of plugins, and two of a kind.
+def check_each(option: str, given: object) -> None:
+    """Refuse classes of this package in place of plugins or callbacks, and two of a kind.
 
     Raises:
         TypeError: A class was given.
         ValueError: There are two.
     """
-    _check_each("plugins", plugins)
-
-
-def check_given_callbacks(callbacks: object) -> None:
-    """Refuse classes of this package in place of callbacks, and two of a kind.
-
-    Raises:
-        TypeError: A class was given.
-        ValueError: There are two.
-    """
-    _check_each("callbacks", callbacks)
-
-
-def _check_each(option: str, given: object) -> None:
     several = isinstance(given, (list, tuple))
     entries: Any = given if isinstance(given, (list, tuple)) else (given,)
     for entry in entries:

@@ -1,7 +1,7 @@
 """Device memory of a simulated rank: how much, for what, and when it is most.
 
 Every allocation of the trace is replayed by a model of PyTorch's allocator and belongs to one kind.
-What the allocator does not see is added from published figures, with their errors.
+What the allocator does not see is added as it was measured on H200s, with its error.
 """
 
 from __future__ import annotations
