@@ -25,6 +25,7 @@ from torch.nn.modules import module as _module
 from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
 from lq_lightning._compat.tensors import local_tensor
 
+_CALL = "_compiled_call_impl"
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -443,3 +444,27 @@ def _places(fsdp_param: Any) -> Iterator[tuple[nn.Module, str]]:
     info = fsdp_param._module_info
     yield info.module, info.param_name
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+def wrap_call(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let ``around(run, *args, **kwargs)`` run in place of a module's call, outside of all of it.
+
+    That is where ``Module.compile`` puts compiled calls: hooks and compiled code are inside. Copies
+    and pickles of the module leave it out.
+    """
+    inner = module.__dict__.get(_CALL)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(module._call_impl if inner is None else inner, *args, **kwargs)
+
+    call._lq_inner = inner  # type: ignore[attr-defined]
+    module.__dict__[_CALL] = call
+
+
+def unwrap_call(module: nn.Module) -> None:
+    """Undo ``wrap_call``, unless something else has been put there since; idempotent."""
+    call = module.__dict__.get(_CALL)
+    if hasattr(call, "_lq_inner"):
+        module.__dict__[_CALL] = call._lq_inner
+        if call._lq_inner is None:
+            del module.__dict__[_CALL]

@@ -71,6 +71,11 @@ def outer_hooks() -> Hooks | None:
     return hooks
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def checkpoint_region() -> Callable[[Tensor], Any] | None:
     """Return the pack hook of the checkpointed region that runs now, for the first or second time.
 

@@ -15,7 +15,6 @@ whether to keep it; here each part has up to hundreds of choices of which exactl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lq_lightning.foundation.agreement import gather_objects
-from lq_lightning.foundation.checks import check_choice, is_whole
+from lq_lightning.foundation.checks import check_choice, is_whole, size_in_bytes
 
 from .calibrate import (
     CANDIDATES,
@@ -45,8 +44,6 @@ _STEPS = 4096
 _MAX_HALVES = 3  # of a block; all subsets are tried
 _MAX_LARGEST = 12  # sizes of the largest recomputed module that are tried
 Scope = Literal["device", "activations"]
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _ROUNDS = 3
 
 
@@ -412,14 +409,13 @@ class MemoryBudget:
             return size
         if isinstance(size, float) and 0.0 < size <= 1.0:
             return int(size * total_nbytes)
-        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-        if match is None or not float(match[1]):
+        nbytes = size_in_bytes(size) if isinstance(size, str) else None
+        if not nbytes:
             raise ValueError(
                 f"`MemoryBudget({size!r})` is no amount of memory: give a string such as '60GiB' "
                 "or '60 GB', an int of bytes, or a float up to 1.0 for a share of the device."
             )
-        base = 1024 if match[3] else 1000
-        return int(float(match[1]) * base ** _POWERS[match[2].lower()])
+        return nbytes
 
 
 def _gib(nbytes: int) -> str:

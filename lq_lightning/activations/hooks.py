@@ -400,3 +400,19 @@ def unpack_around_checkpoint(module: nn.Module) -> None:
     function = module.__dict__.get(_FUNCTION)
     if isinstance(function, _PackingCheckpoint):
         module.__dict__[_FUNCTION] = function.original
+
+
+def around_checkpoint_function(module: nn.Module, around: Callable[..., Any] | None) -> None:
+    """Let ``around(function, *args, **kwargs)`` call the module's checkpoint function; None undoes.
+
+    It is outermost: undo it before ``unpack_around_checkpoint``.
+    """
+    function = module.__dict__.get(_FUNCTION)
+    if isinstance(function, _Around):
+        function = module.__dict__[_FUNCTION] = function.args[0]
+    if function is not None and around is not None:
+        module.__dict__[_FUNCTION] = _Around(around, function)
+
+
+class _Around(partial[Any]):
+    """Marks what ``around_checkpoint_function`` has put around a function."""

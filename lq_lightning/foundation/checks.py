@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeGuard
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -40,3 +44,12 @@ def check_choice(
         raise ValueError(
             f"`{owner}({field}={value!r})` is not supported: choose one of {names}{instead}."
         )
+
+
+def size_in_bytes(text: str) -> int | None:
+    """Read an amount such as ``"60GiB"`` (2**30 bytes each) or ``"60 GB"`` (10**9); None if none."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** _POWERS[match[2].lower()])

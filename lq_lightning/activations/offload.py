@@ -1,0 +1,472 @@
+"""Saved activations that leave the device in forward and come back, ahead of need, in backward.
+
+[Note: offload]
+
+*What moves.* Hooks of saved tensors are in effect around the call of each block, outside of
+compiled code: that is the one place that everything passes, codes of our functions, what compiled
+code saves, and inputs of checkpointed regions. Storages move, whole and once, however many views of
+them are saved. Weights and buffers stay, as does what the caller of a block holds anyway (tensors
+that need no gradient, such as masks and rotary tables), small tensors, tensor subclasses and small
+parts of large storages. A tensor that changes after it was saved is an error when it is read, as
+in torch; a write that no version counter shows is looked for in the first pass of each block.
+
+*How.* One stream copies out, one copies in. The source of a copy is held until the stream that it
+came from has been told to wait for the copy; only then may the allocator hand its memory out again.
+``record_stream`` would free it when the host next allocates after the copy has run, as late as that
+may be, so that peaks would depend on the host's luck. Before a block saves, the copies of the block
+``window`` before it are waited for; where backward enters a block, the copies of the blocks before
+it start, in the order of forward reversed. So no more than ``window`` blocks are resident in either
+direction. A copy that is late is waited for; a block that was not expected is fetched when it is
+read. What is read while its source is still held is not copied back.
+
+*Lifetimes.* A host buffer belongs to the saved tensors of its storage, and is given back with the
+last of them, however the graph ends: after backward, a second one (``retain_graph``), or an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lq_lightning._compat.modules import unwrap_call, wrap_call
+from lq_lightning._compat.saved_tensors import (
+    has_storage,
+    in_backward,
+    outer_hooks,
+    storage_key,
+    storage_reference,
+    version_now,
+)
+from lq_lightning.foundation import streams
+from lq_lightning.foundation.nested import tensors_in
+
+from .hooks import WeightStorages, around_checkpoint_function
+from .host_memory import Extent, HostPool, free_host_memory, gib
+from .offload_share import Share
+from .recompute import find_recompute_units, whole_blocks
+
+_MIN_NBYTES = 1 << 16
+_LARGE_STORAGE = 8  # times the saved part of it: such a storage serves others as well
+
+
+class _Group:
+    """What one call of a block saved; ``previous`` is the call before it in the same forward."""
+
+    __slots__ = ("__weakref__", "held", "module", "name", "previous", "records")
+
+    def __init__(self, name: str, module: nn.Module, held: set[int], previous: Any) -> None:
+        self.name, self.module, self.held, self.previous = name, module, held, previous
+        self.records: dict[int, _Record] = {}
+
+
+class _Record:
+    """A storage on its way: ``source`` on the device, ``extents`` on the host, ``value`` again on
+    the device; ``users`` are the saved tensors that are parts of it.
+    """
+
+    __slots__ = (
+        *("arrived", "copied", "extents", "home", "key", "nbytes", "reference", "source", "stream"),
+        *("sum", "taken", "users", "value", "version", "versions", "was_read"),
+    )
+
+    def __init__(self, tensor: Tensor, flat: Tensor, extents: tuple[Extent, ...]) -> None:
+        self.key, self.reference = storage_key(tensor), storage_reference(tensor)
+        self.source: Tensor | None = flat
+        self.nbytes, self.extents = flat.numel(), extents
+        self.versions, self.version = _counter(tensor), version_now(tensor)
+        self.value: Tensor | None = None
+        self.copied: Any = None
+        self.arrived: Any = None
+        self.home: Any = None  # stream that the source came from, and the value goes to
+        self.stream: Any = None
+        self.sum: Tensor | None = None
+        self.users = self.taken = 0
+        self.was_read = False
+
+    def is_copy_of(self, tensor: Tensor) -> bool:
+        """Whether nothing has changed since; tensors of one storage may have several counters."""
+        return version_now(tensor) == version_now(self.versions) == self.version
+
+
+class _Kept:
+    """A saved tensor that stays: detached, for an output would refer to the node that owns it."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        plain = type(tensor) is Tensor or tensor.grad_fn is not None
+        self.tensor, self.version = tensor.detach() if plain else tensor, version_now(tensor)
+
+    def read(self) -> Tensor:
+        _check_version(self.tensor, self.version)
+        return self.tensor
+
+
+class _Moved:
+    """A saved tensor that is a view of a moved storage."""
+
+    __slots__ = ("dead", "dtype", "group", "record", "version", "versions", "view")
+
+    def __init__(
+        self, tensor: Tensor, record: _Record, group: _Group, dead: deque[_Record]
+    ) -> None:
+        self.record, self.group, self.dead = record, group, dead
+        self.dtype = tensor.dtype
+        self.view = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        self.versions, self.version = _counter(tensor), version_now(tensor)
+        record.users += 1
+
+    def __del__(self) -> None:
+        self.dead.append(self.record)  # in any thread, at any time: taken note of later
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares the version counter of another, and none of its memory."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if version_now(tensor) != version:
+        raise RuntimeError(
+            "One of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a {tensor.dtype} tensor saved in an offloaded block is at version "
+            f"{version_now(tensor)}; expected version {version} instead."
+        )
+
+
+def _flat(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _sum(flat: Tensor) -> Tensor:
+    return (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).sum(dtype=torch.int64)
+
+
+class Offload:
+    """Moves what the blocks of a model save to host memory, until it is removed.
+
+    Args:
+        model: Has repeated blocks; as it trains: on its device, sharded, its blocks compiled.
+        amount: ``"auto"``, a share of the saved bytes up to 1, or host memory of this rank: a
+            number above 1 in GiB, or a string such as ``"40GiB"``.
+        ranks: Ranks of this node, which share its memory.
+        window: Calls of blocks that are resident in either direction.
+        min_nbytes: Smaller storages stay.
+        slab_nbytes: Pinned memory grows by so much, a power of two.
+
+    Raises:
+        ValueError: Another amount, or a model without repeated blocks.
+        RuntimeError: More host memory than there is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        amount: str | float = "auto",
+        *,
+        ranks: int = 1,
+        window: int = 2,
+        min_nbytes: int = _MIN_NBYTES,
+        slab_nbytes: int = 1 << 29,
+    ) -> None:
+        self.share = Share(amount)
+        self._ranks, self._window, self._min_nbytes = ranks, window, min_nbytes
+        units = find_recompute_units(model)
+        self._units = {name: units[name] for name in whole_blocks(units)}
+        if not self._units:
+            raise ValueError(
+                f"`offload={amount!r}` moves what the repeated blocks of a model save, but "
+                f"`{type(model).__name__}` has none (several modules of one class in a ModuleList, "
+                "ModuleDict or Sequential). Remove `offload`, or, where each block is wrapped by "
+                "`torch.compile(block)`, call `block.compile()` instead."
+            )
+        self._device = next(next(iter(self._units.values())).parameters()).device
+        limit = self.share.limit_nbytes
+        if limit is not None:
+            self._check_host(limit, "")
+        self.pool = HostPool(
+            pin=self._device.type == "cuda", may_grow=self._check_growth, slab_nbytes=slab_nbytes
+        )
+        self.enabled = True
+        self.skipped = "no block was called by itself: compile the blocks, not the whole model"
+        self.moved_nbytes = self.seen_nbytes = 0  # since the start
+        self.is_simulated = False
+        self._group: _Group | None = None
+        self._last: Any = None  # the newest group of this forward, as a weak reference
+        self._last_index = -1
+        self._records: dict[int, _Record] = {}
+        self._leaving: deque[_Group] = deque()
+        self._resident: deque[_Group] = deque()
+        self._dead: deque[_Record] = deque()
+        self._streams: tuple[Any, Any] | None = None  # out, in
+        self._checked: set[str] = set()  # blocks whose first pass was looked at
+        self._differ: list[tuple[str, Tensor]] = []
+        for index, (name, unit) in enumerate(self._units.items()):
+            wrap_call(unit, self._caller(index, name, unit))
+            around_checkpoint_function(unit, self._caller(index, name, unit))
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def _caller(self, index: int, name: str, unit: nn.Module) -> Callable[..., Any]:
+        def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not self.enabled or not torch.is_grad_enabled() or in_backward():
+                return run(*args, **kwargs)
+            if outer_hooks() is not None:  # a checkpointed region, which drops all, or others'
+                if self._group is None:
+                    self.skipped = "other hooks of saved tensors are in effect around the blocks"
+                return run(*args, **kwargs)
+            group = self._begin(index, name, unit, (args, kwargs))
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                    return run(*args, **kwargs)
+            finally:
+                self._end(group)
+
+        return call
+
+    def _begin(self, index: int, name: str, unit: nn.Module, args: Any) -> _Group:
+        self._bury()
+        while len(self._leaving) >= self._window:
+            self._let_go(self._leaving.popleft())
+        first = index <= self._last_index or self._last is None
+        if first:
+            self.share.begin_forward(self._device)
+        held = {storage_key(t) for t in tensors_in(args) if has_storage(t) and not t.requires_grad}
+        group = _Group(name, unit, held, None if first else self._last)
+        self._group, self._last, self._last_index = group, weakref.ref(group), index
+        return group
+
+    def _end(self, group: _Group) -> None:
+        self._group = None
+        if group.records:
+            self._leaving.append(group)
+        elif self._last is not None and self._last() is group:
+            self._last = group.previous  # backward has nothing to fetch for it
+        self.share.end_block(self._device)
+        if not self._checked and (moved := sum(r.nbytes for r in group.records.values())):
+            needed = moved * len(self._units)
+            limit = self.share.limit_nbytes
+            self._check_host(needed if limit is None else min(limit, needed), group.name)
+        self._checked.add(group.name)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        group = self._group
+        if group is None or not self._may_move(tensor, group):
+            return _Kept(tensor)
+        record = self._records.get(storage_key(tensor))
+        if record is None or not record.is_copy_of(tensor):
+            nbytes = tensor.untyped_storage().nbytes()
+            self.seen_nbytes += nbytes
+            if not self.share.takes(nbytes, self.pool.used_nbytes):
+                return _Kept(tensor)
+            record = self._send(tensor, group)
+        group.records[id(record)] = record
+        return _Moved(tensor, record, group, self._dead)
+
+    def _may_move(self, tensor: Tensor, group: _Group) -> bool:
+        if type(tensor) is not Tensor:  # weights, and layouts of others
+            self.is_simulated |= type(tensor).__name__ == "FakeTensor"
+            return False
+        if not has_storage(tensor) or tensor.device != self._device:
+            return False
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes < self._min_nbytes or nbytes > _LARGE_STORAGE * tensor.nbytes:
+            return False
+        if tensor.is_conj() or tensor.is_neg() or storage_key(tensor) in group.held:
+            return False
+        return not WeightStorages(group.module).holds(tensor)  # FSDP2 swaps weights in and out
+
+    @torch.no_grad()
+    def _send(self, tensor: Tensor, group: _Group) -> _Record:
+        flat = _flat(tensor.untyped_storage())
+        out = self._stream(0)
+        wait = (lambda event: None) if out is None else out.wait_event
+        record = _Record(tensor, flat, self.pool.take(flat.numel(), wait))
+        self._records[record.key] = record
+        self.moved_nbytes += record.nbytes
+        if group.name not in self._checked:
+            record.sum = _sum(flat)
+        host = self.pool.parts(record.extents, record.nbytes)
+        if out is None:
+            _copy(host, flat.split([part.numel() for part in host]))
+            return record
+        record.home = streams.current_stream()
+        out.wait_stream(record.home)
+        with streams.on_stream(out), self.share.timed(self._device):
+            _copy(host, flat.split([part.numel() for part in host]))
+        record.copied = out.record_event()
+        return record
+
+    def _let_go(self, group: _Group) -> None:
+        """Give the memory of sources back, once their copies are done."""
+        for record in group.records.values():
+            if record.source is None:
+                continue
+            if record.copied is not None:
+                record.home.wait_event(record.copied)
+            source, record.source = record.source, None
+            if source.untyped_storage().nbytes() != record.nbytes:
+                raise RuntimeError(
+                    f"A tensor saved in `{group.name}` was resized by something else before its "
+                    "copy to the host was done: remove `offload`, which cannot move such memory."
+                )
+            if record.sum is not None and record.users and not record.was_read:
+                stream = nullcontext() if record.home is None else streams.on_stream(record.home)
+                with torch.no_grad(), stream:
+                    self._differ.append((group.name, _sum(source) != record.sum))
+                record.sum = None
+
+    def check_writes(self) -> None:
+        """Raise if a block's first forward wrote to a tensor after saving it, unseen by torch."""
+        differ, self._differ = self._differ, []
+        for name, differs in differ:
+            if bool(differs):
+                raise RuntimeError(
+                    f"`{name}` writes to a tensor after it was saved for backward, past autograd's "
+                    "version counters (`.data`, or a kernel of another library). Copies of such "
+                    "tensors on the host would be of either state: remove `offload`, or write to a "
+                    "copy."
+                )
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Kept):
+            return packed.read()
+        moved: _Moved = packed
+        _check_version(moved.versions, moved.version)
+        if self._differ:
+            self.check_writes()
+        self._last = None  # what is called next belongs to another forward
+        self._bury()
+        record = moved.record
+        with torch.no_grad():
+            self._enter(moved.group)
+            self._bring(record)
+            flat = record.source if record.source is not None else record.value
+            if flat is None:
+                raise AssertionError("a storage is on the device once it was brought there")
+            if flat is record.value and record.arrived is not None:
+                streams.current_stream().wait_event(record.arrived)
+            part = torch.empty(0, dtype=moved.dtype, device=flat.device)
+            part.set_(flat.untyped_storage(), *moved.view)
+        record.taken, record.was_read = record.taken + 1, True
+        if record.taken >= record.users:  # whoever reads it holds it now
+            record.value, record.taken = None, 0
+        return part
+
+    def _enter(self, group: _Group) -> None:
+        """Start the copies of a block and of those that backward reads next."""
+        if self._resident and self._resident[-1] is group:
+            return
+        wanted: list[_Group] = []
+        nearest: _Group | None = group
+        while nearest is not None and len(wanted) < self._window:
+            wanted.append(nearest)
+            nearest = nearest.previous() if nearest.previous is not None else None
+        for old in [g for g in self._resident if g not in wanted]:
+            self._resident.remove(old)
+            for record in old.records.values():
+                self._drop_value(record)
+        for each in wanted:
+            if each not in self._resident:
+                self._resident.append(each)
+                for record in each.records.values():
+                    self._bring(record)
+        self._resident.remove(group)
+        self._resident.append(group)
+
+    def _bring(self, record: _Record) -> None:
+        if record.source is not None or record.value is not None or not record.users:
+            return
+        value = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
+        host = self.pool.parts(record.extents, record.nbytes)
+        parts = value.split([part.numel() for part in host])
+        record.value = value
+        into = self._stream(1)
+        if into is None:
+            _copy(parts, host)
+            return
+        record.stream = streams.current_stream()
+        into.wait_stream(record.stream)  # the memory may be in use until here
+        into.wait_event(record.copied)  # the host may not have it all yet
+        with streams.on_stream(into):
+            _copy(parts, host)
+        record.arrived = into.record_event()
+
+    def _drop_value(self, record: _Record) -> None:
+        if record.value is not None and record.arrived is not None:
+            record.stream.wait_event(record.arrived)  # it is written until then
+        record.value, record.taken = None, 0
+
+    def _bury(self) -> None:
+        """Give back what no saved tensor refers to any more."""
+        while self._dead:
+            record = self._dead.popleft()
+            record.users -= 1
+            if record.users:
+                continue
+            if record.source is not None and record.copied is not None:
+                record.home.wait_event(record.copied)
+            record.source = None
+            self._drop_value(record)
+            if self._records.get(record.key) is record:
+                del self._records[record.key]
+            self.pool.give(record.extents, record.arrived or record.copied)
+
+    # --- all of it -------------------------------------------------------------------------------
+
+    def _stream(self, index: int) -> Any:
+        if not streams.has_streams(self._device):
+            return None
+        if self._streams is None:
+            self._streams = streams.new_stream(), streams.new_stream()
+        return self._streams[index]
+
+    def _check_growth(self, nbytes: int) -> None:
+        self._check_host(nbytes, "")
+
+    def _check_host(self, nbytes: int, block: str) -> None:
+        share, counted = free_host_memory(self._ranks)
+        if nbytes > share:
+            blocks = f"{len(self._units)} blocks like `{block}` save" if block else "it needs"
+            raise RuntimeError(
+                f"`offload={self.share.amount!r}`: {blocks} {gib(nbytes)} of host memory for this "
+                f"rank, but {gib(share)} are free ({counted}). Give a smaller share or amount, such "
+                f"as `offload='{max(1, share >> 30)}GiB'`, a smaller micro-batch, or fewer ranks."
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Move nothing within the context."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def settle(self) -> None:
+        """Give back what is not needed between steps."""
+        self._bury()
+        self._leaving = deque(g for g in self._leaving if any(r.users for r in g.records.values()))
+
+    def remove(self) -> None:
+        """Give the blocks their calls back; idempotent. Graphs that exist stay valid."""
+        self.enabled = False
+        for unit in self._units.values():
+            around_checkpoint_function(unit, None)
+            unwrap_call(unit)
+        self.settle()
+
+
+def _copy(targets: Any, sources: Any) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)

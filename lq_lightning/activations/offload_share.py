@@ -1,0 +1,107 @@
+"""How much of what is saved moves to the host: all, a share, an amount, or what the link hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lq_lightning.foundation.checks import is_number, size_in_bytes
+
+_WARM = 3  # forward passes before one is measured: the first ones compile, and pin memory
+_OF_LINK = 0.9  # of its measured rate is counted on
+_OF_DEVICE = 0.95  # of its memory may be allocated
+
+
+class Share:
+    """Decides which storages move, evenly over a forward pass.
+
+    Args:
+        amount: As ``Offload`` takes it.
+
+    Raises:
+        ValueError: Another amount.
+    """
+
+    def __init__(self, amount: str | float) -> None:
+        self.amount = amount
+        self.fraction = 1.0
+        self.limit_nbytes: int | None = None
+        size = size_in_bytes(amount) if isinstance(amount, str) else None
+        if is_number(amount) and 0 < amount <= 1:
+            self.fraction = float(amount)
+        elif is_number(amount) and 1 < amount < float("inf"):
+            self.limit_nbytes = int(amount * 2**30)
+        elif size:
+            self.limit_nbytes = size
+        elif amount != "auto":
+            raise ValueError(
+                f"`offload={amount!r}` is not supported: give 'auto', a share of what is saved up "
+                "to 1.0, or host memory per rank: a number of GiB above 1, or a string such as "
+                "'40GiB'."
+            )
+        self.is_open = amount == "auto"  # until it is decided
+        self.moved = self.seen = 0  # in this forward pass
+        self._passes = 0
+        self._span: list[torch.cuda.Event] = []
+        self._copies: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def takes(self, nbytes: int, used_nbytes: int) -> bool:
+        """Return whether a storage moves, with so many bytes on the host already."""
+        self.seen += nbytes
+        if self.limit_nbytes is not None and used_nbytes + nbytes > self.limit_nbytes:
+            return False
+        if self.moved + nbytes > self.fraction * self.seen:
+            return False
+        self.moved += nbytes
+        return True
+
+    def begin_forward(self, device: torch.device) -> None:
+        """Note that the first block of a forward pass is called."""
+        self.moved = self.seen = 0
+        self._passes += 1
+        if self.is_open and device.type == "cuda":
+            self._span, self._copies = [_mark()], []
+
+    def end_block(self, device: torch.device) -> None:
+        """Note that a block has run."""
+        if self.is_open and device.type == "cuda":
+            self._span[1:] = [_mark()]
+
+    @contextmanager
+    def timed(self, device: torch.device) -> Iterator[None]:
+        """Measure a copy on the current stream, for ``"auto"``."""
+        measures = self.is_open and device.type == "cuda"
+        start = _mark() if measures else None
+        yield
+        if start is not None:
+            self._copies.append((start, _mark()))
+
+    def decide(self, device: torch.device) -> str:
+        """After a step: choose what ``"auto"`` moves from now on; say so, or return "".
+
+        So much that copies take as long as the forward pass that hides them; more, where what is
+        left would not fit into the device's memory. Ranks may differ.
+        """
+        if not self.is_open or self._passes < _WARM or not self._copies:
+            return ""
+        torch.cuda.synchronize(device)
+        forward_s = self._span[0].elapsed_time(self._span[1]) / 1e3
+        copies_s = sum(a.elapsed_time(b) for a, b in self._copies) / 1e3
+        total = torch.cuda.get_device_properties(device).total_memory
+        room = max(0.0, _OF_DEVICE * total - torch.cuda.max_memory_allocated(device))
+        hidden, moved = _OF_LINK * forward_s / max(copies_s, 1e-9), max(1, self.moved)
+        self.fraction = min(1.0, max(hidden, 1.0 - room / moved, 1 / 64))
+        self.is_open, self._copies = False, []
+        return (
+            f"{self.fraction:.0%} of saved activations move to the host: {moved / 2**30:.2f} GiB "
+            f"took {copies_s * 1e3:.0f} ms, at {moved / copies_s / 1e9:.1f} GB/s, beside a forward "
+            f"of {forward_s * 1e3:.0f} ms."
+        )
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
