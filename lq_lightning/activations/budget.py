@@ -38,7 +38,9 @@ from .calibrate import (
     unchanged,
 )
 from .calibration import ActivationCalibration, KeptTensors, SiteCalibration
+from .offload_share import RESIDENT, hidden_nbytes
 from .policy import ActivationPolicy, ActivationRule, Matmul
+from .recompute import whole_blocks
 
 _STEPS = 4096
 _MAX_HALVES = 3  # of a block; all subsets are tried
@@ -375,6 +377,8 @@ class MemoryBudget:
             more time are as bad as errors of 10%; larger values prefer codes, 0 prefers
             recomputation wherever that fits.
         recompute: Whether attentions, MLPs and blocks may be recomputed.
+        offload: Whether what blocks save may leave the device until backward, too: as much as the
+            link to pinned host memory moves during the forward pass, both measured.
 
     Raises:
         ValueError: A value that is not listed above.
@@ -384,11 +388,13 @@ class MemoryBudget:
     scope: Scope = "device"
     time_weight: float = 0.1
     recompute: bool = True
+    offload: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_choice("MemoryBudget", "scope", self.scope, get_args(Scope))
         check_choice("MemoryBudget", "recompute", self.recompute, (True, False))
+        check_choice("MemoryBudget", "offload", self.offload, (True, False))
         if not isinstance(self.time_weight, (int, float)) or not self.time_weight >= 0:
             raise ValueError(
                 f"`MemoryBudget(time_weight={self.time_weight!r})` must be 0 or more: 0.1 is usual."
@@ -433,6 +439,7 @@ class ActivationPlan:
         budget_nbytes: the budget.
         other: memory for everything but saved activations; zeros if the budget is for them alone.
         measured_nbytes: bytes that one forward pass with the policy saves.
+        offload_nbytes: host memory for what leaves the device until backward.
     """
 
     policy: ActivationPolicy
@@ -441,6 +448,7 @@ class ActivationPlan:
     budget_nbytes: int
     other: OtherMemory
     measured_nbytes: int
+    offload_nbytes: int = 0
 
     def summary(self) -> str:
         """Return a few readable lines."""
@@ -455,7 +463,9 @@ class ActivationPlan:
                 f"Saved activations: {_gib(chosen.nbytes)} at the peak instead of {_gib(full)}; "
                 f"{_gib(self.other.nbytes)} for everything else, of {_gib(self.budget_nbytes)}.",
                 f"Sites with codes: {coded or 'none'}; recomputed modules: "
-                f"{len(chosen.recomputed)}.",
+                f"{len(chosen.recomputed)}"
+                + (f"; {_gib(self.offload_nbytes)} move to the host" if self.offload_nbytes else "")
+                + ".",
                 "Expected relative error of gradients: "
                 f"{chosen.mean_squared_error**0.5:.4f} (root of the mean square); "
                 f"time: +{100 * chosen.time_s / step:.1f}%.",
@@ -467,6 +477,12 @@ def _policy(allocation: Allocation, matmul: Matmul) -> ActivationPolicy:
     rules = [ActivationRule(module=unit, recompute=True) for unit in allocation.recomputed]
     rules += [ActivationRule(module=s, codec=codec) for s, codec in allocation.codecs.items()]
     return replace(FULL_PRECISION, matmul=matmul, rules=tuple(rules))
+
+
+def _outside_blocks(calibration: ActivationCalibration) -> int:
+    """Bytes that not only blocks save."""
+    outside = (t for t in calibration.tensors if not all(s.inside for s in t.savers))
+    return sum(tensors.nbytes for tensors in outside)
 
 
 def _total_nbytes(model: nn.Module, budget: MemoryBudget) -> int:
@@ -482,11 +498,16 @@ def _total_nbytes(model: nn.Module, budget: MemoryBudget) -> int:
 
 
 def _infeasible(
-    budget: MemoryBudget, calibration: ActivationCalibration, other: OtherMemory, nbytes: int
+    budget: MemoryBudget,
+    calibration: ActivationCalibration,
+    other: OtherMemory,
+    nbytes: int,
+    hidden: int,
 ) -> RuntimeError:
     least = least_nbytes(
         calibration, recompute=budget.recompute, at_loss_nbytes=other.at_loss_nbytes
     )
+    least = max(0, least - hidden)
     need = max(least + other.nbytes, other.after_backward_nbytes)
     return RuntimeError(
         f"`MemoryBudget({budget.size!r})` is {_gib(nbytes)}, but the least that would do is "
@@ -506,6 +527,7 @@ def plan_activations(
     optimizers: Sequence[Optimizer] = (),
     accumulates: bool = False,
     matmul: Matmul = "native",
+    ranks: int = 1,
 ) -> ActivationPlan:
     """Measure a model and choose how its activations are kept within a budget.
 
@@ -522,6 +544,7 @@ def plan_activations(
         optimizers: Optimizers of the model; states that do not exist yet are predicted.
         accumulates: Whether gradients of other batches exist during a step.
         matmul: ``matmul`` of the policy.
+        ranks: Ranks of this node, which share its memory.
 
     Raises:
         RuntimeError: The budget cannot be met; the message says what would do.
@@ -539,22 +562,30 @@ def plan_activations(
             at_loss_nbytes=max(gather_objects(other.at_loss_nbytes)),
             after_backward_nbytes=max(gather_objects(other.after_backward_nbytes)),
         )
+    blocks = len(whole_blocks([unit.name for unit in calibration.units]))
+    hidden = 0
+    if budget.offload and blocks > RESIDENT:
+        hidden = min(gather_objects(hidden_nbytes(model, calibration.step_time_s / 3, ranks)))
+        hidden = hidden * (blocks - RESIDENT) // blocks
     margin = 0
     for _ in range(_ROUNDS):
         allocation = allocate(
             calibration,
-            nbytes - other.nbytes - margin,
+            nbytes + hidden - other.nbytes - margin,
             time_weight=budget.time_weight,
             recompute=budget.recompute,
             at_loss_nbytes=other.at_loss_nbytes,
         )
         if allocation is None or other.after_backward_nbytes > nbytes:
-            raise _infeasible(budget, calibration, other, nbytes)
+            raise _infeasible(budget, calibration, other, nbytes, hidden)
         policy = _policy(allocation, matmul)
         with applied(model, policy):
             measured = max(gather_objects(measured_nbytes(model, run_step)))
         excess = measured - allocation.kept_nbytes
-        if excess <= 0 or allocation.nbytes + excess + other.nbytes <= nbytes:
+        over = allocation.nbytes + max(0, excess) + other.nbytes - nbytes
+        inside = allocation.kept_nbytes - _outside_blocks(calibration)
+        most = min(hidden, inside * (blocks - RESIDENT) // max(1, blocks))
+        if over <= max(0, most):
             return ActivationPlan(
                 policy=policy,
                 allocation=allocation,
@@ -562,8 +593,9 @@ def plan_activations(
                 budget_nbytes=nbytes,
                 other=other,
                 measured_nbytes=measured,
+                offload_nbytes=max(0, over) * blocks // max(1, blocks - RESIDENT),
             )
-        margin += excess
+        margin += max(excess, over - most)
     raise RuntimeError(
         f"`MemoryBudget({budget.size!r})`: a forward pass saved {_gib(excess)} more than "
         f"predicted, {_ROUNDS} times. Does the model save different tensors from step to step? "

@@ -48,7 +48,7 @@ from lq_lightning.foundation.nested import tensors_in
 
 from .hooks import WeightStorages, around_checkpoint_function
 from .host_memory import Extent, HostPool, free_host_memory, gib
-from .offload_share import Share
+from .offload_share import RESIDENT, Share
 from .recompute import find_recompute_units, whole_blocks
 
 _MIN_NBYTES = 1 << 16
@@ -118,7 +118,7 @@ class _Moved:
     ) -> None:
         self.record, self.group, self.dead = record, group, dead
         self.dtype = tensor.dtype
-        self.view = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        self.view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         self.versions, self.version = _counter(tensor), version_now(tensor)
         record.users += 1
 
@@ -173,7 +173,7 @@ class Offload:
         amount: str | float = "auto",
         *,
         ranks: int = 1,
-        window: int = 2,
+        window: int = RESIDENT,
         min_nbytes: int = _MIN_NBYTES,
         slab_nbytes: int = 1 << 29,
     ) -> None:
@@ -356,8 +356,8 @@ class Offload:
                 raise AssertionError("a storage is on the device once it was brought there")
             if flat is record.value and record.arrived is not None:
                 streams.current_stream().wait_event(record.arrived)
-            part = torch.empty(0, dtype=moved.dtype, device=flat.device)
-            part.set_(flat.untyped_storage(), *moved.view)
+            whole = flat[: flat.numel() // moved.dtype.itemsize * moved.dtype.itemsize]
+            part = whole.view(moved.dtype).as_strided(*moved.view).detach()
         record.taken, record.was_read = record.taken + 1, True
         if record.taken >= record.users:  # whoever reads it holds it now
             record.value, record.taken = None, 0
@@ -442,6 +442,18 @@ class Offload:
                 f"`offload={self.share.amount!r}`: {blocks} {gib(nbytes)} of host memory for this "
                 f"rank, but {gib(share)} are free ({counted}). Give a smaller share or amount, such "
                 f"as `offload='{max(1, share >> 30)}GiB'`, a smaller micro-batch, or fewer ranks."
+            )
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if blocks write to what they saved, or if nothing was moved."""
+        self.check_writes()
+        if not self.moved_nbytes and self.enabled:
+            reason = self.skipped
+            if self._checked:
+                reason = f"they save nothing of {gib(self._min_nbytes)} or more beside weights"
+            raise RuntimeError(
+                f"`offload={self.share.amount!r}` moved nothing of what {len(self._units)} blocks "
+                f"save: {reason}. Change that, or remove `offload`."
             )
 
     @contextmanager

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from lq_lightning.foundation.checks import is_number, size_in_bytes
+
+from .host_memory import free_host_memory
 
 _WARM = 3  # forward passes before one is measured: the first ones compile, and pin memory
 _OF_LINK = 0.9  # of its measured rate is counted on
 _OF_DEVICE = 0.95  # of its memory may be allocated
+RESIDENT = 2  # blocks whose saved tensors are on the device at a time, in either direction
+_PROBE_NBYTES = 1 << 26
 
 
 class Share:
@@ -105,3 +111,20 @@ def _mark() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def hidden_nbytes(model: nn.Module, forward_s: float, ranks: int) -> int:
+    """Return the bytes that a forward pass of so many seconds hides, if the host has room."""
+    device = next(model.parameters()).device
+    host = torch.empty(_PROBE_NBYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    source, best = torch.zeros_like(host, device=device), float("inf")
+    for _ in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        host.copy_(source, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    rate = _PROBE_NBYTES / best
+    return min(int(_OF_LINK * rate * forward_s), free_host_memory(ranks)[0])

@@ -29,6 +29,8 @@ from lq_lightning.activations import (
 from lq_lightning.activations.adaptation import MAX_ERROR, Adaptation, is_adaptable, widen
 from lq_lightning.activations.calibrate import FULL_PRECISION
 from lq_lightning.activations.measure import CodeMeter, is_measured
+from lq_lightning.activations.offload import Offload
+from lq_lightning.activations.offload_share import Share
 from lq_lightning.activations.policy import SiteKind, resolve_policy
 from lq_lightning.activations.report import ActivationReport
 from lq_lightning.activations.sites import Site, quantizes, sites_of
@@ -181,14 +183,20 @@ class ActivationQuantization(Callback):
         adapt: Bound on the relative error of all gradients from integer codes; sites get more
             bits after the first batch where it is exceeded. True is 0.08. By default True with
             ``"auto"``, else False.
+        offload: Moves what the repeated blocks save to pinned host memory until backward reads it:
+            a share of the saved bytes up to 1.0; host memory per rank, as a number of GiB above 1
+            or as ``"40GiB"``; or ``"auto"``: all, and from the fourth forward pass on what the
+            measured link hides behind forward, or more where the rest would not fit.
 
     Raises:
-        ValueError: ``recipe``, ``budget`` or ``adapt`` is something else; or, before training:
-            strategy, device or precision are not supported, there is a second one in the Trainer,
-            the model has nothing to quantize, or its hyperparameters hold modules; with a budget:
-            manual optimization, or ``training_step(self, dataloader_iter)``.
+        ValueError: ``recipe``, ``budget``, ``adapt`` or ``offload`` is something else; or, before
+            training: strategy, device or precision are not supported, there is a second one in the
+            Trainer, the model has nothing to quantize, or its hyperparameters hold modules; with a
+            budget: manual optimization, or ``training_step(self, dataloader_iter)``; with
+            ``offload``: no repeated blocks.
         RuntimeError: Before training starts: the model is quantized already, or a precision plugin
-            replaced the modules. At the first batch: the budget cannot be met; says what would do.
+            replaced the modules. At the first batch: the budget cannot be met, says what would do;
+            with ``offload``: too little host memory, or nothing could be moved.
     """
 
     def __init__(
@@ -196,9 +204,15 @@ class ActivationQuantization(Callback):
         recipe: Literal["agoq", "auto", "coat", "fp8-4bit"] | ActivationPolicy = "agoq",
         budget: MemoryBudget | int | float | str | None = None,
         adapt: bool | float | None = None,
+        offload: float | str | None = None,
     ) -> None:
         super().__init__()
-        self.given: dict[str, Any] = {"recipe": recipe, "budget": budget, "adapt": adapt}
+        self.given: dict[str, Any] = {
+            "recipe": recipe,
+            "budget": budget,
+            "adapt": adapt,
+            "offload": offload,
+        }
         self._policy = resolve_policy(recipe)
         self._recipe = recipe if isinstance(recipe, str) else type(recipe).__name__
         if budget is not None:
@@ -212,6 +226,16 @@ class ActivationQuantization(Callback):
                 budget = MemoryBudget(budget)
             self._policy = replace(FULL_PRECISION, matmul=self._policy.matmul)
         self._budget = budget
+        if offload is not None:
+            Share(offload)
+            if budget is not None:
+                raise ValueError(
+                    f"`{type(self).__name__}(budget={budget.size!r}, offload={offload!r})`: a "
+                    "budget chooses what is moved. Leave out `offload`, and give "
+                    f"`budget=MemoryBudget({budget.size!r}, offload=True)`."
+                )
+        self._amount = offload
+        self._offload: Offload | None = None
         self._adaptation = _RecipeAdaptation(type(self).__name__, recipe, budget, adapt)
         self._bits: tuple[int, int] | None = None
         self._plan: ActivationPlan | None = None
@@ -299,15 +323,22 @@ class ActivationQuantization(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._handle is not None:
             self._adaptation.prepare(self._handle, trainer.strategy)
+        if self._amount is not None:
+            self._start_offload(pl_module, self._amount)
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
+        self._check_offload()
         if pl_module.automatic_optimization:  # manual steps may continue with backward passes
             self._adaptation.finish()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         self._adaptation.finish()
+        if self._offload is not None:
+            self._offload.settle()
+            if said := self._offload.share.decide(trainer.strategy.root_device):
+                rank_zero_info(f"{type(self).__name__}(offload={self._amount!r}): {said}")
 
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
@@ -357,12 +388,23 @@ class ActivationQuantization(Callback):
                 optimizers=trainer.optimizers,
                 accumulates=accumulates(trainer),
                 matmul=self._policy.matmul,
+                ranks=_ranks_of_node(trainer.strategy),
             )
         self._handle.apply(self._plan.policy)
         units = len(self._plan.calibration.units)  # compiled units may all differ
         self._limit.enter_context(recompile_limit(at_least=_COMPILED_BEFORE + units))
         self._meter.start()
         rank_zero_info(f"{type(self).__name__}(budget={budget.size!r})\n{self._plan.summary()}")
+        if self._plan.offload_nbytes:
+            self._start_offload(module, f"{self._plan.offload_nbytes} B")
+
+    def _start_offload(self, module: pl.LightningModule, amount: float | str) -> None:
+        self._offload = Offload(module, amount, ranks=_ranks_of_node(module.trainer.strategy))
+
+    def _check_offload(self) -> None:
+        """Before an update: raise if something is wrong with it, or nothing was moved."""
+        if self._offload is not None and not self._offload.is_simulated:
+            self._offload.check()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -375,14 +417,18 @@ class ActivationQuantization(Callback):
     def quantization_report(self) -> QuantizationReport | None:
         """Return bits and rounding errors of the codes of eager code; None outside of ``fit``.
 
-        ``bytes_saved`` counts codes per optimizer step; ``bits_per_saved_value`` includes scales;
+        Per optimizer step, ``bytes_saved`` counts codes, and ``bytes_offloaded`` what was moved to
+        the host; ``bits_per_saved_value`` includes scales;
         ``saved_<kind>_error`` is the error of a kind of the policy.
         """
         if self._handle is None:
             return None
         meter = self._meter
+        counts = {"bytes_saved": meter.nbytes} if meter.nbytes else {}
+        if self._offload is not None:
+            counts["bytes_offloaded"] = self._offload.moved_nbytes
         return QuantizationReport(
-            counts={"bytes_saved": meter.nbytes} if meter.nbytes else {},
+            counts=counts,
             ratios={"bits_per_saved_value": (8.0 * meter.nbytes, meter.values)},
             errors={f"saved_{kind}_error": meter.take_errors(kind) for kind in get_args(SiteKind)},
         )
@@ -439,10 +485,17 @@ class ActivationQuantization(Callback):
         if self._configure is not None:
             self._configure.remove()
             self._configure = None
+        if self._offload is not None:
+            self._offload.remove()
+            self._offload = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = self._report = self._plan = None
             self._bits = None
+
+
+def _ranks_of_node(strategy: Strategy) -> int:
+    return getattr(strategy, "num_processes", 1)
 
 
 def _more(names: list[str]) -> str:

@@ -54,6 +54,7 @@ class RunOptions:
         recipe: Of ``ActivationQuantization``; None without one.
         budget: Of ``ActivationQuantization``.
         adapt: Of ``ActivationQuantization``.
+        offload: Of ``ActivationQuantization``.
         checkpointing: Whether the model recomputes its layers in backward
             (``gradient_checkpointing_enable()``).
         precision: Of the Trainer or of ``QuantizedPrecision``.
@@ -79,6 +80,7 @@ class RunOptions:
     recipe: str | ActivationPolicy | None = None
     budget: MemoryBudget | int | float | str | None = None
     adapt: bool | float | None = None
+    offload: float | str | None = None
     checkpointing: bool = False
     precision: str = "32-true"
     optimizer_state: str | OptimizerQuantization = "none"
@@ -109,6 +111,7 @@ class RunOptions:
             recipe=codes.get("recipe"),
             budget=codes.get("budget"),
             adapt=codes.get("adapt"),
+            offload=codes.get("offload"),
             checkpointing=module is not None and _is_checkpointed(module),
             precision=str(plugin.precision),
             optimizer_state=states.get("optimizer_state", "none"),
@@ -192,7 +195,8 @@ class RunOptions:
         if self.checkpointing:
             callbacks.append(EnableCheckpointing())  # before codes of what it keeps
         if self.recipe is not None:
-            callbacks.append(ActivationQuantization(self.recipe, self.budget, self.adapt))  # type: ignore[arg-type]
+            codes = (self.recipe, self.budget, self.adapt, self.offload)
+            callbacks.append(ActivationQuantization(*codes))  # type: ignore[arg-type]
         changed = {**arguments, "callbacks": callbacks, "precision": self.precision}
         if self.optimizer_state != "none" or self.gradient_buffer != "none":
             states = (self.precision, self.optimizer_state, self.gradient_buffer)

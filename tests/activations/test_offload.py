@@ -1,0 +1,718 @@
+"""Saved activations that leave the device: gradients, windows, races, lifetimes, refusals."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lq_testing.small_llama import SmallLlama, tokens
+from lq_testing.streams import Stream, recorded_streams, replaced
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lq_lightning.activations import (
+    ActivationPolicy,
+    ActivationRule,
+    QuantizedActivations,
+    host_memory,
+    offload,
+    quantize_activations,
+)
+from lq_lightning.activations.host_memory import HostPool
+from lq_lightning.activations.offload import Offload
+
+PAGE = 1 << 14
+SMALL: dict[str, Any] = {"min_nbytes": 256, "slab_nbytes": 1 << 20}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Offload]]:
+    """Make offloads that are removed in the end."""
+    made: list[Offload] = []
+
+    def start(model: nn.Module, amount: str | float = 1.0, **options: Any) -> Offload:
+        made.append(Offload(model, amount, **SMALL | options))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.remove()
+        assert not each.pool.used_nbytes
+
+
+def gradients(model: nn.Module, *args: Any) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    model(*(args or (tokens(),))).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+class Checkpointed(nn.Module):
+    """As checkpoint wrappers are: a block that is a region."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def _wrapped(model: SmallLlama) -> None:
+    model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
+
+
+def _compiled(model: SmallLlama) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
+def _compiled_forward(model: SmallLlama) -> None:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+
+
+RECOMPUTED = ActivationPolicy(rules=[ActivationRule(module="blocks.?", recompute=True)])
+WAYS: dict[str, tuple[Any, Callable[[SmallLlama], None]]] = {
+    "eager": (None, lambda model: None),
+    "agoq": ("agoq", lambda model: None),
+    "agoq, compiled": ("agoq", _compiled),
+    "compiled forwards": (None, _compiled_forward),
+    "recomputed": (RECOMPUTED, lambda model: None),
+    "wrapped": (None, _wrapped),
+}
+
+
+def made(way: str, layers: int = 4) -> tuple[SmallLlama, QuantizedActivations | None]:
+    torch.manual_seed(0)
+    model, (recipe, change) = SmallLlama(layers, dropout=0.1), WAYS[way]
+    handle = quantize_activations(model, recipe) if recipe else None
+    change(model)
+    return model, handle
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_bit_identical(way: str, start: Callable[..., Offload]) -> None:
+    model, _ = made(way)
+    expected = gradients(model)
+    moving = start(model)
+    for _ in range(2):
+        assert equal(gradients(model), expected)
+    assert moving.moved_nbytes == moving.seen_nbytes > 0
+    moving.check()
+    moving.remove()
+    assert equal(gradients(model), expected)
+
+
+@pytest.mark.parametrize(("amount", "share"), [(0.5, 0.5), (0.05, 0.05), ("200 KB", None)])
+def test_a_share_or_an_amount_moves(
+    amount: Any, share: float | None, start: Callable[..., Offload]
+) -> None:
+    model, _ = made("eager")
+    expected = gradients(model)
+    moving = start(model, amount, slab_nbytes=1 << 16)
+    assert equal(gradients(model), expected)
+    if share is None:
+        assert 0 < moving.pool.nbytes < 280_000
+    else:
+        assert 0.6 * share < moving.moved_nbytes / moving.seen_nbytes <= share
+
+
+def test_compiled_blocks_are_compiled_once(start: Callable[..., Offload]) -> None:
+    model, _ = made("agoq, compiled")
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default"):
+        gradients(model)
+        start(model)
+        torch.compiler.set_stance("fail_on_recompile")
+        try:
+            gradients(model)
+        finally:
+            torch.compiler.set_stance("default")
+
+
+class Watched(Offload):
+    """Counts the blocks that are resident whenever something is saved or read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.most = 0
+        self.groups: list[Any] = []
+
+    def _count(self) -> None:
+        on_device = [
+            any(r.source is not None or r.value is not None for r in group.records.values())
+            for group in (each() for each in self.groups)
+            if group is not None
+        ]
+        self.most = max(self.most, sum(on_device))
+
+    def _pack(self, tensor: Tensor) -> Any:
+        packed = super()._pack(tensor)
+        if self._last is not None and self._last not in self.groups:
+            self.groups.append(self._last)
+        self._count()
+        return packed
+
+    def _unpack(self, packed: Any) -> Tensor:
+        tensor = super()._unpack(packed)
+        self._count()
+        return tensor
+
+
+@pytest.mark.parametrize("way", ["eager", "agoq", "recomputed"])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_no_more_than_a_window_of_blocks_is_resident(way: str, window: int) -> None:
+    model, _ = made(way, layers=6)
+    moving = Watched(model, 1.0, **SMALL, window=window)
+    for _ in range(2):
+        model(tokens()).backward()
+    assert moving.most == window
+    losses = [model(tokens(i)) for i in range(3)]
+    for index in (1, 2, 0):  # what one forward leaves behind, and what another backward fetches
+        losses[index].backward(retain_graph=True)
+        losses[index].backward()
+    assert moving.most <= 2 * window
+    moving.remove()
+
+
+def test_what_has_left_is_freed(start: Callable[..., Offload]) -> None:
+    model = nn.Sequential(*(Wide(nn.Tanh()) for _ in range(6)))
+    start(model)
+    held: list[Any] = []
+    for block in model:
+        block.register_forward_hook(lambda m, a, y: held.append(y.untyped_storage()._weak_ref()))
+    y = model(torch.randn(64, 32, requires_grad=True))
+    assert [torch.UntypedStorage._expired(w) for w in held] == [True] * 4 + [False] * 2
+    y.sum().backward()
+
+
+class Wide(nn.Module):
+    """A linear layer, and a function or module behind it."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor], width: int = 32) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.linear(x))
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def _races(run: Callable[[SmallLlama], None], way: str = "agoq") -> list[Any]:
+    model, _ = made(way)
+    with replaced(host_memory, "_ALIGNMENT", PAGE), recorded_streams() as recorder:
+        moving = Offload(model, 1.0, min_nbytes=256, slab_nbytes=PAGE)
+        for _ in range(2):
+            run(model)
+        moving.settle()
+        assert not moving.pool.used_nbytes
+        moving.remove()
+        torch.ones(8)
+    return recorder.races
+
+
+def _micro_batches(model: SmallLlama) -> None:
+    losses = [model(tokens(i)) for i in range(3)]
+    for index in (1, 2, 0):
+        losses[index].backward()
+
+
+def _twice(model: SmallLlama) -> None:
+    loss = model(tokens())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _dropped(model: SmallLlama) -> None:
+    model(tokens())
+
+
+def _partly(model: SmallLlama) -> None:
+    loss = model(tokens())
+    torch.autograd.grad(loss, model.blocks[3].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("run", [_micro_batches, _twice, _dropped, _partly])
+@pytest.mark.parametrize("way", ["eager", "agoq"])
+def test_nothing_races(run: Callable[[SmallLlama], None], way: str) -> None:
+    assert _races(run, way) == []
+
+
+@pytest.mark.parametrize(
+    ("deaf", "found"), [(1, "freed too early"), (1, "read-write"), (2, "read-write"), (3, "")]
+)
+def test_races_would_be_found(deaf: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stream waits for nothing: the computing one, that of copies out, of copies in."""
+    wait = Stream.wait_event
+
+    def wait_event(self: Stream, event: Any) -> None:
+        if self.number != deaf:
+            wait(self, event)
+
+    monkeypatch.setattr(Stream, "wait_event", wait_event)
+    kinds = {race.kind for race in _races(_micro_batches)}
+    assert found in kinds if found else kinds
+
+
+# --- graphs, errors, lifetimes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", [_micro_batches, _twice, _partly])
+def test_graphs_in_any_order(run: Callable[[SmallLlama], None], start: Any) -> None:
+    model, _ = made("agoq")
+    model.eval()
+
+    def all_gradients() -> list[Tensor]:
+        model.zero_grad()
+        run(model)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = all_gradients()
+    start(model)
+    assert equal(all_gradients(), expected)
+    assert equal(all_gradients(), expected)
+
+
+def test_failed_steps_leave_nothing_behind(start: Callable[..., Offload]) -> None:
+    model, _ = made("agoq", layers=3)
+    expected = gradients(model)
+    moving = start(model)
+    gradients(model)
+    fail = {"forward": False, "backward": False}
+
+    def forward_hook(*_: Any) -> None:
+        if fail["forward"]:
+            raise OSError("in forward")
+
+    def backward_hook(*_: Any) -> None:
+        if fail["backward"]:
+            raise OSError("in backward")
+
+    model.blocks[1].mlp.register_forward_hook(forward_hook)
+    model.blocks[1].attention.q_proj.weight.register_hook(backward_hook)
+    sizes = set()
+    for step in range(500):
+        fail["forward"], fail["backward"] = step % 2 == 0, step % 2 == 1
+        with pytest.raises(OSError, match="in "):
+            gradients(model)
+        sizes.add(moving.pool.nbytes)
+    fail["backward"] = False
+    assert len(sizes) == 1
+    assert equal(gradients(model), expected)
+    moving.settle()
+    assert not moving.pool.used_nbytes
+    assert not moving._records
+
+
+def test_graphs_are_freed_without_the_garbage_collector(start: Callable[..., Offload]) -> None:
+    moving = start(model := nn.Sequential(Wide(torch.exp), Wide(torch.sigmoid)), min_nbytes=4096)
+    gc.disable()
+    try:
+        for _ in range(3):
+            model(torch.randn(64, 32))  # outputs that move
+            model(torch.randn(2, 32))  # outputs that stay
+        moving.settle()
+        assert not moving.pool.used_nbytes
+        nodes = [o for o in gc.get_objects() if isinstance(o, (offload._Kept, offload._Moved))]
+        assert not nodes
+    finally:
+        gc.enable()
+
+
+def test_evaluation_and_others_hooks_move_nothing(start: Callable[..., Offload]) -> None:
+    model, _ = made("eager")
+    moving = start(model)
+    with torch.no_grad():
+        model(tokens())
+    with save_on_cpu():
+        model(tokens()).backward()
+    assert not moving.seen_nbytes
+    with pytest.raises(RuntimeError, match="other hooks of saved tensors are in effect"):
+        moving.check()
+    with moving.paused():
+        model(tokens()).backward()
+    assert not moving.seen_nbytes
+    model(tokens()).backward()
+    moving.check()
+
+
+# --- what could compute something else ------------------------------------------------------------
+
+
+class Rows(torch.autograd.Function):
+    """Saves a view of its input under other strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.t()[3:], x[1:, ::2])
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        a, b = ctx.saved_tensors
+        dx = dy.clone()
+        dx[:, 3:] *= a.t()
+        dx[1:, ::2] += b
+        return dx
+
+
+def _imaginary(x: Tensor) -> Tensor:
+    z = torch.complex(x, x * x).conj()
+    return (z * z).imag
+
+
+def _negated(x: Tensor) -> Tensor:
+    z = torch.complex(x, x * x).conj().imag  # has the negative bit
+    return z * z
+
+
+def _chunks(x: Tensor) -> Tensor:
+    a, b = x.tanh().chunk(2, dim=-1)
+    return torch.cat([a * b, b * a], dim=-1)
+
+
+def _expanded(x: Tensor) -> Tensor:
+    return x * x[:, :1].exp().expand_as(x)
+
+
+def _in_place_first(x: Tensor) -> Tensor:
+    y = x * 2
+    y.add_(1).sigmoid_()
+    return y * y
+
+
+def _half_written(x: Tensor) -> Tensor:
+    y = x.exp()
+    z = y.clone()
+    z[::2] = 0
+    return y + z.tanh()
+
+
+def _replaced(x: Tensor) -> Tensor:
+    y = (x * 1).detach()
+    a = x * y  # the version of one tensor
+    y = y.clone()
+    y.mul_(3)
+    return a + x * y
+
+
+def _pooled(x: Tensor) -> Tensor:
+    return F.pad(F.max_pool1d(x[None], 2, 1)[0], (0, 1))  # saves indices
+
+
+@pytest.mark.parametrize(
+    "then",
+    [Rows.apply, _imaginary, _negated, _chunks, _expanded, _in_place_first, _half_written]
+    + [_replaced, _pooled, nn.BatchNorm1d(32), nn.Dropout(0.5)],
+)
+def test_views_and_writes(then: Callable[[Tensor], Tensor], start: Callable[..., Offload]) -> None:
+    module = nn.Sequential(nn.Tanh(), then) if isinstance(then, nn.Module) else None
+    blocks = [Wide(module or (lambda x: then(x.tanh()))) for _ in range(4)]
+    loss = nn.Sequential(*blocks, Sum())
+    x = torch.randn(64, 32)
+    expected = gradients(loss, x)
+    moving = start(loss, min_nbytes=64)
+    assert equal(gradients(loss, x), expected)
+    assert moving.moved_nbytes
+    moving.check()
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum()
+
+
+class Changing(nn.Module):
+    """Changes what the product before it has saved."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(32, 32), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * 1
+        z = y * y
+        self.change(y)
+        return z
+
+
+def test_a_change_after_saving_is_an_error_as_in_torch(start: Callable[..., Offload]) -> None:
+    model = nn.Sequential(Changing(lambda y: y.add_(1)), Changing(lambda y: y.add_(1)), Sum())
+    x = torch.randn(64, 32)
+    for moving in (None, lambda: start(model), lambda: start(model, min_nbytes=1 << 20)):
+        if moving is not None:
+            moving()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(x).backward()
+
+
+def test_a_change_after_the_block_is_an_error_too(start: Callable[..., Offload]) -> None:
+    model = nn.Sequential(Wide(torch.exp), Wide(torch.exp))
+    start(model)
+    y = model(torch.randn(64, 32))
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_change_that_torch_does_not_see_is_refused(start: Callable[..., Offload]) -> None:
+    model = nn.Sequential(*(Changing(lambda y: y.data.mul_(2)) for _ in range(4)), Sum())
+    start(model)
+    with pytest.raises(RuntimeError, match="`0` writes to a tensor after it was saved"):
+        model(torch.randn(64, 32)).backward()
+
+
+def test_a_storage_saved_again_after_a_change_is_another(start: Callable[..., Offload]) -> None:
+    """Tensors of one storage with counters of their own."""
+
+    def twice(x: Tensor) -> Tensor:
+        held = x.detach() * 1
+        with torch.enable_grad():
+            unused = x * held
+        other = held.data  # a counter of its own, at the same version
+        held.mul_(2)
+        return x * other + 0 * unused.detach()
+
+    model = nn.Sequential(*(Wide(twice) for _ in range(4)), Sum())
+    x = torch.randn(64, 32)
+    expected = gradients(model, x)
+    start(model)
+    assert equal(gradients(model, x), expected)
+
+
+class Shared(nn.Module):
+    """One block called many times, and a constant that all calls read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WithTable(), WithTable()])
+        self.register_buffer("table", torch.randn(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.cos(self.table)
+        for index in (0, 1, 0, 0, 1):
+            x = self.blocks[index](x, made, scale=self.table)
+        return x.square().mean()
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("own", torch.randn(64, 32))
+
+    def forward(self, x: Tensor, table: Tensor, *, scale: Tensor) -> Tensor:
+        return self.linear(x * table * scale * self.own).tanh()
+
+
+def test_a_block_called_twice_and_what_outlives_it(start: Callable[..., Offload]) -> None:
+    model, x = Shared(), torch.randn(64, 32)
+    expected = gradients(model, x)
+    moving = start(model, min_nbytes=64 * 32 * 4)
+    assert equal(gradients(model, x), expected)
+    # per call: the layer's input and tanh's output; in the first, products of an input without grad
+    assert moving.seen_nbytes == 10 * 64 * 32 * 4
+
+
+def test_weights_never_move(start: Callable[..., Offload]) -> None:
+    model = nn.Sequential(*(Wide(torch.relu, 128) for _ in range(3)), Sum())
+    moving = start(model, min_nbytes=128 * 128 * 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(16, 128)).backward()
+    model(torch.randn(16, 128)).backward()
+    assert not moving.seen_nbytes
+
+
+def test_a_second_derivative(start: Callable[..., Offload]) -> None:
+    model = nn.Sequential(*(Wide(torch.tanh) for _ in range(3)), Sum())
+    x = torch.randn(64, 32, requires_grad=True)
+
+    def penalty() -> list[Tensor]:
+        (dx,) = torch.autograd.grad(model(x), x, create_graph=True)
+        return list(torch.autograd.grad(dx.square().sum(), [*model.parameters()][:-1]))
+
+    expected = penalty()
+    start(model)
+    assert equal(penalty(), expected)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amount", [0, -1.0, float("nan"), float("inf"), True, "all", "0GiB", None])
+def test_amounts_that_are_none(amount: Any) -> None:
+    with pytest.raises(ValueError, match=r"`offload=.*give 'auto', a share .* or host memory"):
+        Offload(SmallLlama(2), amount)
+
+
+def test_models_without_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="has none"):
+        Offload(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 1.0)
+
+
+def test_host_memory_is_counted_before_the_first_step(
+    start: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = made("eager")
+    share = [700_000, "0.7 MB in a test"]
+    monkeypatch.setattr(offload, "free_host_memory", lambda ranks: share)
+    with pytest.raises(RuntimeError, match=r"`offload=20.5`: it needs 20.50 GiB .* 683.6 KiB"):
+        start(model, 20.5)
+    start(model, slab_nbytes=1 << 18)
+    with pytest.raises(RuntimeError, match=r"4 blocks like `blocks.0` save .* KiB of host memory"):
+        model(tokens())
+
+
+def test_free_host_memory_is_divided_and_named() -> None:
+    one, counted = host_memory.free_host_memory(1)
+    assert 0 < host_memory.free_host_memory(4)[0] < 0.3 * one
+    assert "less a tenth, for 1 rank(s) on this node" in counted
+
+
+def test_whole_compiled_models_are_refused(start: Callable[..., Offload]) -> None:
+    model, _ = made("eager")
+    moving = start(model)
+    torch.compile(model, backend="aot_eager")(tokens()).backward()
+    with pytest.raises(RuntimeError, match="compile the blocks, not the whole model"):
+        moving.check()
+
+
+# --- the pool -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 6000)), max_size=60))
+def test_buffers_are_apart_and_memory_is_used_again(steps: list[tuple[bool, int]]) -> None:
+    pool, held = HostPool(pin=False, slab_nbytes=4096), list[tuple[Any, int, int]]()
+    most = 0
+    for index, (takes, nbytes) in enumerate(steps):
+        if takes or not held:
+            extents = pool.take(nbytes, lambda event: None)
+            parts = pool.parts(extents, nbytes)
+            assert sum(part.numel() for part in parts) == nbytes
+            for part in parts:
+                part.fill_(index)
+            held.append((extents, nbytes, index))
+        else:
+            extents, nbytes, value = held.pop(nbytes % len(held))
+            assert all(bool((p == value).all()) for p in pool.parts(extents, nbytes))
+            pool.give(extents, None)
+        most = max(most, pool.used_nbytes)
+    assert pool.nbytes <= -(-most // 4096) * 4096
+    for extents, _, _ in held:
+        pool.give(extents, None)
+    assert not pool.used_nbytes
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["eager", "agoq", "agoq, compiled", "recomputed", "wrapped"])
+def test_on_a_gpu_gradients_are_bit_identical(way: str, start: Callable[..., Offload]) -> None:
+    model, _ = made(way, layers=6)
+    model.cuda()
+    batch = tokens(length=512).cuda()
+    expected = gradients(model, batch)
+    for amount in (1.0, 0.4):
+        moving = start(model, amount)
+        for _ in range(20):
+            assert equal(gradients(model, batch), expected)
+        assert moving.moved_nbytes
+        moving.remove()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", [_micro_batches, _twice, _partly])
+def test_on_a_gpu_graphs_in_any_order(run: Callable[..., None], start: Any) -> None:
+    model, _ = made("agoq", layers=6)
+    model.cuda().eval()
+    call = model.forward
+    model.forward = lambda batch: call(batch.repeat(1, 16).cuda())  # type: ignore[method-assign]
+
+    def all_gradients() -> list[Tensor]:
+        model.zero_grad()
+        run(model)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = all_gradients()
+    start(model)
+    for _ in range(20):
+        assert equal(all_gradients(), expected)
+
+
+def _large(layers: int = 12) -> tuple[SmallLlama, Tensor]:
+    torch.manual_seed(0)
+    model = SmallLlama(layers, width=2048).cuda().bfloat16()
+    quantize_activations(model, "agoq")
+    return model, tokens(length=8192).cuda()
+
+
+def _peak(model: nn.Module, batch: Tensor) -> int:
+    gradients(model, batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    gradients(model, batch)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_falls_by_what_moves(start: Callable[..., Offload]) -> None:
+    model, batch = _large()
+    before = _peak(model, batch)
+    moving = start(model, slab_nbytes=1 << 28)
+    after = _peak(model, batch)
+    per_pass = moving.moved_nbytes // 2
+    # two blocks of twelve stay, and one is on its way
+    assert before - after > 0.7 * per_pass, (before, after, per_pass)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_transfers_are_hidden(start: Callable[..., Offload]) -> None:
+    """Little is moved per second of computing here: attention over 32k tokens takes long."""
+    torch.manual_seed(0)
+    model = SmallLlama(6, width=1024).cuda().bfloat16()
+    quantize_activations(model, "agoq")
+    batch = tokens(length=32768).cuda()
+
+    def seconds() -> float:
+        start_, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        gradients(model, batch)
+        start_.record()
+        for _ in range(5):
+            gradients(model, batch)
+        end.record()
+        end.synchronize()
+        return start_.elapsed_time(end)
+
+    without = seconds()
+    start(model, slab_nbytes=1 << 28)
+    assert seconds() < 1.1 * without
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_auto_decides(start: Callable[..., Offload]) -> None:
+    model, batch = _large(6)
+    moving = start(model, "auto", slab_nbytes=1 << 28)
+    for _ in range(4):
+        gradients(model, batch)
+    said = moving.share.decide(batch.device)
+    assert "of saved activations move to the host" in said
+    assert 0 < moving.share.fraction <= 1
+    assert moving.share.decide(batch.device) == ""
