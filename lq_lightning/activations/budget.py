@@ -38,6 +38,7 @@ from .calibrate import (
     unchanged,
 )
 from .calibration import ActivationCalibration, KeptTensors, SiteCalibration
+from .host_memory import gib
 from .offload_share import RESIDENT, hidden_nbytes
 from .policy import ActivationPolicy, ActivationRule, Matmul
 from .recompute import whole_blocks
@@ -424,10 +425,6 @@ class MemoryBudget:
         return nbytes
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 26 else f"{nbytes / 2**10:.1f} KiB"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationPlan:
     """A policy for a budget, and the measurements that it was chosen from.
@@ -460,11 +457,11 @@ class ActivationPlan:
         step = max(self.calibration.step_time_s, 1e-12)
         return "\n".join(
             [
-                f"Saved activations: {_gib(chosen.nbytes)} at the peak instead of {_gib(full)}; "
-                f"{_gib(self.other.nbytes)} for everything else, of {_gib(self.budget_nbytes)}.",
+                f"Saved activations: {gib(chosen.nbytes)} at the peak instead of {gib(full)}; "
+                f"{gib(self.other.nbytes)} for everything else, of {gib(self.budget_nbytes)}.",
                 f"Sites with codes: {coded or 'none'}; recomputed modules: "
                 f"{len(chosen.recomputed)}"
-                + (f"; {_gib(self.offload_nbytes)} move to the host" if self.offload_nbytes else "")
+                + (f"; {gib(self.offload_nbytes)} move to the host" if self.offload_nbytes else "")
                 + ".",
                 "Expected relative error of gradients: "
                 f"{chosen.mean_squared_error**0.5:.4f} (root of the mean square); "
@@ -510,9 +507,9 @@ def _infeasible(
     least = max(0, least - hidden)
     need = max(least + other.nbytes, other.after_backward_nbytes)
     return RuntimeError(
-        f"`MemoryBudget({budget.size!r})` is {_gib(nbytes)}, but the least that would do is "
-        f"{need} bytes ({_gib(need)}): {_gib(least)} for saved activations, "
-        f"{_gib(other.nbytes)} for everything else. Give more memory, a smaller batch"
+        f"`MemoryBudget({budget.size!r})` is {gib(nbytes)}, but the least that would do is "
+        f"{need} bytes ({gib(need)}): {gib(least)} for saved activations, "
+        f"{gib(other.nbytes)} for everything else. Give more memory, a smaller batch"
         + (", 8-bit states and gradients" if other.nbytes else "")
         + ("." if budget.recompute else ", or allow `recompute=True`.")
     )
@@ -597,7 +594,7 @@ def plan_activations(
             )
         margin += max(excess, over - most)
     raise RuntimeError(
-        f"`MemoryBudget({budget.size!r})`: a forward pass saved {_gib(excess)} more than "
+        f"`MemoryBudget({budget.size!r})`: a forward pass saved {gib(excess)} more than "
         f"predicted, {_ROUNDS} times. Does the model save different tensors from step to step? "
         "Give a policy instead of a budget."
     )

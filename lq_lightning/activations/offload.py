@@ -6,7 +6,7 @@
 compiled code: that is the one place that everything passes, codes of our functions, what compiled
 code saves, and inputs of checkpointed regions. Storages move, whole and once, however many views of
 them are saved. Weights and buffers stay, as does what the caller of a block holds anyway (tensors
-that need no gradient, such as masks and rotary tables), small tensors, tensor subclasses and small
+that need no gradient, such as masks and rotary tables), what outlived a block before, small tensors, tensor subclasses and small
 parts of large storages. A tensor that changes after it was saved is an error when it is read, as
 in torch; a write that no version counter shows is looked for in the first pass of each block.
 
@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lq_lightning._compat.modules import unwrap_call, wrap_call
 from lq_lightning._compat.saved_tensors import (
@@ -150,6 +151,15 @@ def _sum(flat: Tensor) -> Tensor:
     return (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).sum(dtype=torch.int64)
 
 
+def find_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the repeated blocks of a model."""
+    return whole_blocks(find_recompute_units(model))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
 class Offload:
     """Moves what the blocks of a model save to host memory, until it is removed.
 
@@ -158,6 +168,7 @@ class Offload:
         amount: ``"auto"``, a share of the saved bytes up to 1, or host memory of this rank: a
             number above 1 in GiB, or a string such as ``"40GiB"``.
         ranks: Ranks of this node, which share its memory.
+        blocks: Names by ``find_blocks`` of the whole model, of which a stage has some.
         window: Calls of blocks that are resident in either direction.
         min_nbytes: Smaller storages stay.
         slab_nbytes: Pinned memory grows by so much, a power of two.
@@ -173,20 +184,27 @@ class Offload:
         amount: str | float = "auto",
         *,
         ranks: int = 1,
+        blocks: Sequence[str] | None = None,
         window: int = RESIDENT,
         min_nbytes: int = _MIN_NBYTES,
         slab_nbytes: int = 1 << 29,
     ) -> None:
         self.share = Share(amount)
         self._ranks, self._window, self._min_nbytes = ranks, window, min_nbytes
-        units = find_recompute_units(model)
-        self._units = {name: units[name] for name in whole_blocks(units)}
+        names = find_blocks(model) if blocks is None else blocks
+        modules = dict(model.named_modules())
+        self._units = {n: m for n in names if (m := modules.get(n)) and _has_parameters(m)}
         if not self._units:
             raise ValueError(
                 f"`offload={amount!r}` moves what the repeated blocks of a model save, but "
                 f"`{type(model).__name__}` has none (several modules of one class in a ModuleList, "
                 "ModuleDict or Sequential). Remove `offload`, or, where each block is wrapped by "
                 "`torch.compile(block)`, call `block.compile()` instead."
+            )
+        if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+            raise ValueError(
+                f"`offload={amount!r}` does not work in `nn.DataParallel`, whose replicas would call "
+                "the blocks of the first: use the strategy 'ddp', or remove `offload`."
             )
         self._device = next(next(iter(self._units.values())).parameters()).device
         limit = self.share.limit_nbytes
@@ -198,11 +216,13 @@ class Offload:
         self.enabled = True
         self.skipped = "no block was called by itself: compile the blocks, not the whole model"
         self.moved_nbytes = self.seen_nbytes = 0  # since the start
-        self.is_simulated = False
+        self._is_counted = False
         self._group: _Group | None = None
         self._last: Any = None  # the newest group of this forward, as a weak reference
         self._last_index = -1
         self._records: dict[int, _Record] = {}
+        # Storages that others hold anyway: they need not move again. References keep keys unique.
+        self._outliving: dict[int, StorageWeakRef] = {}
         self._leaving: deque[_Group] = deque()
         self._resident: deque[_Group] = deque()
         self._dead: deque[_Record] = deque()
@@ -239,6 +259,7 @@ class Offload:
         first = index <= self._last_index or self._last is None
         if first:
             self.share.begin_forward(self._device)
+            self._outliving = {k: r for k, r in self._outliving.items() if not r.expired()}
         held = {storage_key(t) for t in tensors_in(args) if has_storage(t) and not t.requires_grad}
         group = _Group(name, unit, held, None if first else self._last)
         self._group, self._last, self._last_index = group, weakref.ref(group), index
@@ -251,7 +272,9 @@ class Offload:
         elif self._last is not None and self._last() is group:
             self._last = group.previous  # backward has nothing to fetch for it
         self.share.end_block(self._device)
-        if not self._checked and (moved := sum(r.nbytes for r in group.records.values())):
+        moved = sum(record.nbytes for record in group.records.values())
+        if moved and not self._is_counted:
+            self._is_counted = True
             needed = moved * len(self._units)
             limit = self.share.limit_nbytes
             self._check_host(needed if limit is None else min(limit, needed), group.name)
@@ -259,51 +282,59 @@ class Offload:
 
     def _pack(self, tensor: Tensor) -> Any:
         group = self._group
-        if group is None or not self._may_move(tensor, group):
+        if group is None or not self._is_movable(tensor):
             return _Kept(tensor)
-        record = self._records.get(storage_key(tensor))
-        if record is None or not record.is_copy_of(tensor):
+        key = storage_key(tensor)
+        record = self._records.get(key)
+        if record is not None and record.is_copy_of(tensor):
+            moved = _Moved(tensor, record, group, self._dead)
+        else:
+            # FSDP2 swaps weights in and out: those of this moment count
+            held = key in group.held or key in self._outliving
+            if held or WeightStorages(group.module).holds(tensor):
+                return _Kept(tensor)
             nbytes = tensor.untyped_storage().nbytes()
             self.seen_nbytes += nbytes
             if not self.share.takes(nbytes, self.pool.used_nbytes):
                 return _Kept(tensor)
-            record = self._send(tensor, group)
-        group.records[id(record)] = record
-        return _Moved(tensor, record, group, self._dead)
+            moved = self._send(tensor, group)
+        group.records[id(moved.record)] = moved.record
+        return moved
 
-    def _may_move(self, tensor: Tensor, group: _Group) -> bool:
+    def _is_movable(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor:  # weights, and layouts of others
-            self.is_simulated |= type(tensor).__name__ == "FakeTensor"
             return False
         if not has_storage(tensor) or tensor.device != self._device:
             return False
         nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < self._min_nbytes or nbytes > _LARGE_STORAGE * tensor.nbytes:
+        if not self._min_nbytes <= nbytes <= _LARGE_STORAGE * tensor.nbytes:
             return False
-        if tensor.is_conj() or tensor.is_neg() or storage_key(tensor) in group.held:
-            return False
-        return not WeightStorages(group.module).holds(tensor)  # FSDP2 swaps weights in and out
+        return not (tensor.is_conj() or tensor.is_neg())
 
     @torch.no_grad()
-    def _send(self, tensor: Tensor, group: _Group) -> _Record:
+    def _send(self, tensor: Tensor, group: _Group) -> _Moved:
         flat = _flat(tensor.untyped_storage())
         out = self._stream(0)
         wait = (lambda event: None) if out is None else out.wait_event
         record = _Record(tensor, flat, self.pool.take(flat.numel(), wait))
+        keep = _Moved(tensor, record, group, self._dead)  # gives the buffer back after an error
         self._records[record.key] = record
         self.moved_nbytes += record.nbytes
         if group.name not in self._checked:
             record.sum = _sum(flat)
         host = self.pool.parts(record.extents, record.nbytes)
+        parts = flat.split([part.numel() for part in host])
         if out is None:
-            _copy(host, flat.split([part.numel() for part in host]))
-            return record
+            _copy(host, parts)
+            return keep
         record.home = streams.current_stream()
         out.wait_stream(record.home)
-        with streams.on_stream(out), self.share.timed(self._device):
-            _copy(host, flat.split([part.numel() for part in host]))
-        record.copied = out.record_event()
-        return record
+        try:
+            with streams.on_stream(out), self.share.timed(self._device):
+                _copy(host, parts)
+        finally:
+            record.copied = out.record_event()
+        return keep
 
     def _let_go(self, group: _Group) -> None:
         """Give the memory of sources back, once their copies are done."""
@@ -323,6 +354,9 @@ class Offload:
                 with torch.no_grad(), stream:
                     self._differ.append((group.name, _sum(source) != record.sum))
                 record.sum = None
+            del source
+            if not record.reference.expired():
+                self._outliving[record.key] = record.reference
 
     def check_writes(self) -> None:
         """Raise if a block's first forward wrote to a tensor after saving it, unseen by torch."""
@@ -440,8 +474,8 @@ class Offload:
             blocks = f"{len(self._units)} blocks like `{block}` save" if block else "it needs"
             raise RuntimeError(
                 f"`offload={self.share.amount!r}`: {blocks} {gib(nbytes)} of host memory for this "
-                f"rank, but {gib(share)} are free ({counted}). Give a smaller share or amount, such "
-                f"as `offload='{max(1, share >> 30)}GiB'`, a smaller micro-batch, or fewer ranks."
+                f"rank, but it may take {gib(share)} ({counted}). Give a smaller share or amount, "
+                f"such as `offload='{max(1, share >> 30)}GiB'`, a smaller micro-batch, or fewer ranks."
             )
 
     def check(self) -> None:
@@ -455,15 +489,6 @@ class Offload:
                 f"`offload={self.share.amount!r}` moved nothing of what {len(self._units)} blocks "
                 f"save: {reason}. Change that, or remove `offload`."
             )
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Move nothing within the context."""
-        before, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = before
 
     def settle(self) -> None:
         """Give back what is not needed between steps."""

@@ -29,7 +29,7 @@ from lq_lightning.activations import (
 from lq_lightning.activations.adaptation import MAX_ERROR, Adaptation, is_adaptable, widen
 from lq_lightning.activations.calibrate import FULL_PRECISION
 from lq_lightning.activations.measure import CodeMeter, is_measured
-from lq_lightning.activations.offload import Offload
+from lq_lightning.activations.offload import Offload, find_blocks
 from lq_lightning.activations.offload_share import Share
 from lq_lightning.activations.policy import SiteKind, resolve_policy
 from lq_lightning.activations.report import ActivationReport
@@ -236,6 +236,7 @@ class ActivationQuantization(Callback):
                 )
         self._amount = offload
         self._offload: Offload | None = None
+        self._blocks: list[str] = []
         self._adaptation = _RecipeAdaptation(type(self).__name__, recipe, budget, adapt)
         self._bits: tuple[int, int] | None = None
         self._plan: ActivationPlan | None = None
@@ -399,11 +400,12 @@ class ActivationQuantization(Callback):
             self._start_offload(module, f"{self._plan.offload_nbytes} B")
 
     def _start_offload(self, module: pl.LightningModule, amount: float | str) -> None:
-        self._offload = Offload(module, amount, ranks=_ranks_of_node(module.trainer.strategy))
+        ranks = _ranks_of_node(module.trainer.strategy)
+        self._offload = Offload(module, amount, ranks=ranks, blocks=self._blocks)
 
     def _check_offload(self) -> None:
         """Before an update: raise if something is wrong with it, or nothing was moved."""
-        if self._offload is not None and not self._offload.is_simulated:
+        if self._offload is not None:
             self._offload.check()
 
     @override
@@ -477,6 +479,7 @@ class ActivationQuantization(Callback):
                 "`ActivationPolicy(linear='int8')`, which encodes the inputs of linear layers."
             )
         self._report = self._handle.report()  # before the strategy shards modules
+        self._blocks = find_blocks(module)
 
     def _remove(self) -> None:
         self._meter.stop()

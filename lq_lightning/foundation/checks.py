@@ -47,7 +47,7 @@ def check_choice(
 
 
 def size_in_bytes(text: str) -> int | None:
-    """Read an amount such as ``"60GiB"`` (2**30 bytes each) or ``"60 GB"`` (10**9); None if none."""
+    """Read an amount such as ``"60GiB"`` (2**30 bytes each) or ``"60 GB"`` (10**9); else None."""
     match = _SIZE.fullmatch(text)
     if match is None:
         return None

@@ -215,11 +215,11 @@ class Wide(nn.Module):
 
 
 def _races(run: Callable[[SmallLlama], None], way: str = "agoq") -> list[Any]:
-    model, _ = made(way)
+    model, _ = made(way, layers=3)
     with replaced(host_memory, "_ALIGNMENT", PAGE), recorded_streams() as recorder:
         moving = Offload(model, 1.0, min_nbytes=256, slab_nbytes=PAGE)
-        for _ in range(2):
-            run(model)
+        run(model)
+        run(model)
         moving.settle()
         assert not moving.pool.used_nbytes
         moving.remove()
@@ -245,17 +245,19 @@ def _dropped(model: SmallLlama) -> None:
 
 def _partly(model: SmallLlama) -> None:
     loss = model(tokens())
-    torch.autograd.grad(loss, model.blocks[3].mlp.up_proj.weight)
+    torch.autograd.grad(loss, model.blocks[2].mlp.up_proj.weight)
 
 
-@pytest.mark.parametrize("run", [_micro_batches, _twice, _dropped, _partly])
-@pytest.mark.parametrize("way", ["eager", "agoq"])
+@pytest.mark.parametrize(
+    ("run", "way"),
+    [(_micro_batches, "agoq"), (_twice, "eager"), (_dropped, "agoq"), (_partly, "eager")],
+)
 def test_nothing_races(run: Callable[[SmallLlama], None], way: str) -> None:
     assert _races(run, way) == []
 
 
 @pytest.mark.parametrize(
-    ("deaf", "found"), [(1, "freed too early"), (1, "read-write"), (2, "read-write"), (3, "")]
+    ("deaf", "found"), [(1, "freed too early"), (2, "read-write"), (3, "read-write")]
 )
 def test_races_would_be_found(deaf: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stream waits for nothing: the computing one, that of copies out, of copies in."""
@@ -266,8 +268,8 @@ def test_races_would_be_found(deaf: int, found: str, monkeypatch: pytest.MonkeyP
             wait(self, event)
 
     monkeypatch.setattr(Stream, "wait_event", wait_event)
-    kinds = {race.kind for race in _races(_micro_batches)}
-    assert found in kinds if found else kinds
+    kinds = {race.kind for race in _races(_twice)}
+    assert found in kinds
 
 
 # --- graphs, errors, lifetimes --------------------------------------------------------------------
@@ -290,10 +292,10 @@ def test_graphs_in_any_order(run: Callable[[SmallLlama], None], start: Any) -> N
 
 
 def test_failed_steps_leave_nothing_behind(start: Callable[..., Offload]) -> None:
-    model, _ = made("agoq", layers=3)
-    expected = gradients(model)
+    model, batch = nn.Sequential(*(Wide(torch.tanh) for _ in range(4)), Sum()), torch.randn(16, 32)
+    expected = gradients(model, batch)
     moving = start(model)
-    gradients(model)
+    gradients(model, batch)
     fail = {"forward": False, "backward": False}
 
     def forward_hook(*_: Any) -> None:
@@ -304,17 +306,17 @@ def test_failed_steps_leave_nothing_behind(start: Callable[..., Offload]) -> Non
         if fail["backward"]:
             raise OSError("in backward")
 
-    model.blocks[1].mlp.register_forward_hook(forward_hook)
-    model.blocks[1].attention.q_proj.weight.register_hook(backward_hook)
+    model[2].linear.register_forward_hook(forward_hook)
+    model[1].linear.weight.register_hook(backward_hook)
     sizes = set()
     for step in range(500):
         fail["forward"], fail["backward"] = step % 2 == 0, step % 2 == 1
         with pytest.raises(OSError, match="in "):
-            gradients(model)
+            gradients(model, batch)
         sizes.add(moving.pool.nbytes)
     fail["backward"] = False
     assert len(sizes) == 1
-    assert equal(gradients(model), expected)
+    assert equal(gradients(model, batch), expected)
     moving.settle()
     assert not moving.pool.used_nbytes
     assert not moving._records
@@ -345,9 +347,6 @@ def test_evaluation_and_others_hooks_move_nothing(start: Callable[..., Offload])
     assert not moving.seen_nbytes
     with pytest.raises(RuntimeError, match="other hooks of saved tensors are in effect"):
         moving.check()
-    with moving.paused():
-        model(tokens()).backward()
-    assert not moving.seen_nbytes
     model(tokens()).backward()
     moving.check()
 
