@@ -180,7 +180,8 @@ def _checkpointed(layer: nn.Module, call: Layer) -> Layer:
     return lambda x, cos, sin: checkpoint(call, x, cos, sin, use_reentrant=False)
 
 
-def _keep_products(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_products(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep results of matrix products and of attention."""
     kept = operator in _PRODUCTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -197,13 +198,13 @@ _PRODUCTS = {
 
 
 def _selectively(layer: nn.Module, call: Layer) -> Layer:
-    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
     return lambda x, cos, sin: checkpoint(
         call, x, cos, sin, use_reentrant=False, context_fn=contexts
     )
 
 
-def _offloaded(layer: nn.Module, call: Layer) -> Layer:
+def on_cpu(layer: nn.Module) -> AbstractContextManager[Any]:
     """Keep saved tensors in pinned memory of the host, all but weights."""
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     hooks = save_on_cpu(pin_memory=torch.cuda.is_available())
@@ -215,9 +216,12 @@ def _offloaded(layer: nn.Module, call: Layer) -> Layer:
 
     hooks.pack_hook = pack_activation
     hooks.unpack_hook = lambda packed: packed if isinstance(packed, Tensor) else unpack(packed)
+    return hooks
 
+
+def _offloaded(layer: nn.Module, call: Layer) -> Layer:
     def offloading(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        with hooks:
+        with on_cpu(layer):
             return call(x, cos, sin)
 
     return offloading

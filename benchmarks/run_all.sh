@@ -15,7 +15,7 @@ usage: run_all.sh [-o FOLDER] [PART...] [-- OPTIONS]
              CUDA's MPS before), errors (on the CPU); with TINY=1 all at a tiny size on the CPU
              plans (short runs beside their plans; needs no MPS), papers (their tables, on the CPU)
              one GPU of 141 GB:  table, long, coat (saved activations; libraries to compare with:
-             liger-kernel, torchao)
+             liger-kernel, torchao), offload (8B models at 32k and 64k tokens; bitsandbytes)
              emulated hosts:  stages2, stages4 (pipelines; where stages share GPUs, CUDA's MPS lets
              them compute side by side), split (split learning, on CPUs)
   OPTIONS    more for slow_network.py: `-- --preset cpu` where there are no GPUs
@@ -44,7 +44,7 @@ parts=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
         nvlink | rates | slow | compile | memory | gradients | kernels) parts+=("$1") ;;
-        table | long | coat | stages2 | stages4 | split) parts+=("$1") ;;
+        table | long | coat | offload | stages2 | stages4 | split) parts+=("$1") ;;
         recipes | layouts | trainer | reductions | errors | plans | papers) parts+=("$1") ;;
         *) usage >&2; exit 2 ;;
     esac
@@ -157,6 +157,16 @@ layers() {  # preset, seconds, rounds
 table() { layers table 270 15; }
 long() { layers long 200 5; }
 coat() { layers coat 180 8; }
+offload() {
+    local status=0 variant seq
+    for seq in ${TINY:+1024} $([ -n "${TINY:-}" ] || echo 32768 65536); do
+        for variant in offload ours bitsandbytes selective save_on_cpu; do
+            timeout 300 "$PYTHON" benchmarks/long_context.py "$variant" --seq "$seq" ${TINY:+--tiny} \
+                --json "$results/offload.json" || status=1
+        done
+    done
+    return $status
+}
 stages() {  # The slowest steps take 9 s with two stages and 17 s with four, in fp32 at 100 Mb/s.
     benchmarks/nodes.sh -b 128kb -n "$1" -g 1 benchmarks/slow_network.py \
         --rates 1gbit,500mbit,300mbit,100mbit --microbatches 16 --steps 2 \

@@ -19,6 +19,7 @@ exchange, second     the all-gather between nodes; with one node, within it
 exchange, third      the all-gather within the node, decode, add to the replica
 reductions, second   the last exchange of gradient reductions
 reductions, third    decode its messages and add them to the result
+offload, out and in  copies of saved activations to pinned host memory, and back
 votes                the reduction of a few bytes by which ranks agree, which may wait for the
                      checksums of shards on the computing or FSDP2's all-gather stream
 ==================== ==============================================================================

@@ -1,0 +1,221 @@
+"""Train all weights of a Llama-3-8B-shaped model on 32k tokens at once or more, on one GPU.
+
+A call trains one variant: `examples/pretrain.py` with `examples/configs/llama3_8b_32k.yaml`, the
+same model, data, chunked loss and accumulation over two micro-batches. ``--json`` adds its row to a
+report. ``ours`` is the configuration as it is, ``offload`` also moves codes to the host;
+``bitsandbytes`` has bf16 weights, its 8-bit AdamW and full checkpointing; ``selective`` and
+``save_on_cpu`` keep activations so, with our states. All compile their layers.
+
+Tokens per second are of whole optimizer steps behind the warm-up. ``peak_gib`` is the most that the
+allocator had handed out since training started. ``--trace`` writes a timeline of the last step.
+``exposed_ms``, with a trace, is the time in which copies run and no kernel does. Example::
+
+    for v in ours offload; do python benchmarks/long_context.py $v --seq 65536 --json l.json; done
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import lightning.pytorch as pl
+import torch
+from common import argument_parser, synchronize, table, write_report
+from llama_layer import keep_products, on_cpu
+from pretrain import PretrainCLI
+from pretraining.data import TextDataModule
+from pretraining.lightning_module import CausalLM
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "examples" / "configs" / "llama3_8b_32k.yaml"
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class CheckpointedLM(CausalLM):
+    """Recomputes each layer in backward, as Hugging Face does."""
+
+    options: dict[str, Any] = {"use_reentrant": False}
+
+    def configure_model(self) -> None:
+        """Build the network and switch checkpointing on."""
+        is_new = self.model is None
+        super().configure_model()
+        model: Any = self.model
+        if is_new:
+            model.gradient_checkpointing_enable(self.options)
+
+
+class BitsAndBytesLM(CheckpointedLM):
+    """The same with bitsandbytes' 8-bit AdamW."""
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        from bitsandbytes.optim import AdamW8bit
+
+        c = self.optimizer_config
+        made: torch.optim.Optimizer = AdamW8bit(groups, lr=c.lr, betas=c.betas, eps=c.eps)
+        return made
+
+
+class SelectiveLM(CheckpointedLM):
+    """Keeps results of matrix products and attention, and recomputes the rest."""
+
+    options = CheckpointedLM.options | {
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, keep_products)
+    }
+
+
+class OnCpuLM(CausalLM):
+    """torch's ``save_on_cpu``, for all but weights."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss."""
+        with on_cpu(self):
+            return super().training_step(*args, **kwargs)
+
+
+_CODES = "--trainer.callbacks.init_args."
+_PLAIN = ("--trainer.callbacks=null",)
+_BF16 = ("--trainer.plugins=null", "--trainer.precision=bf16-true", *_PLAIN)
+VARIANTS: dict[str, tuple[type[CausalLM], tuple[str, ...]]] = {
+    "ours": (CausalLM, ()),
+    "offload": (CausalLM, (f"{_CODES}offload=1.0",)),
+    "offload auto": (CausalLM, (f"{_CODES}offload=auto",)),
+    "offload fp8-4bit": (CausalLM, (f"{_CODES}offload=1.0", f"{_CODES}recipe=fp8-4bit")),
+    "checkpointing, offload": (CheckpointedLM, (f"{_CODES}offload=1.0",)),
+    "bitsandbytes": (BitsAndBytesLM, _BF16),
+    "selective": (SelectiveLM, _PLAIN),
+    "save_on_cpu": (OnCpuLM, _PLAIN),
+}
+
+
+class StepClock(pl.Callback):
+    """Times whole optimizer steps, and traces the last one.
+
+    Args:
+        args: Of the command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.warmup, self.last, self.trace = args.warmup, args.warmup + args.steps, args.trace
+        self.row: dict[str, Any] = {}
+        self._began_s = self._tokens = 0.0
+        self._profile: Any = None
+
+    def on_train_start(self, *unused: Any) -> None:
+        """Count bytes from here on."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
+        """Start the clock behind the warm-up; a traced step more does not count."""
+        if trainer.global_step == self.warmup and not self._began_s:
+            synchronize()
+            self._began_s = time.perf_counter()
+        if self.trace and trainer.global_step == self.last and self._profile is None:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, out: Any, batch: Any, index: int
+    ) -> None:
+        """Count tokens, and stop the clock."""
+        self._tokens += batch[:, 1:].numel() if self._began_s else 0
+        if trainer.global_step == self.last and "step_s" not in self.row:
+            synchronize()
+            seconds = time.perf_counter() - self._began_s
+            self.row |= {"tokens_per_s": self._tokens / seconds}
+            self.row |= {"step_s": seconds / (self.last - self.warmup)}
+            self.row["last_loss"] = float(out["loss"]) * trainer.accumulate_grad_batches
+
+    def on_train_end(self, *unused: Any) -> None:
+        """Write the trace."""
+        if self._profile is not None:
+            synchronize()
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self.trace))
+            self.row["exposed_ms"] = exposed_us(json.loads(self.trace.read_text())) / 1e3
+
+
+def exposed_us(trace: dict[str, Any]) -> float:
+    """Return the microseconds in which copies between host and device run and no kernel does."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    copies = [e for e in events if e.get("cat") == "gpu_memcpy" and "DtoD" not in e["name"]]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    return _length([*copies, *kernels]) - _length(kernels)
+
+
+def _length(events: Iterable[dict[str, Any]]) -> float:
+    total, end = 0.0, 0.0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        total += max(0.0, event["ts"] + event["dur"] - max(end, event["ts"]))
+        end = max(end, event["ts"] + event["dur"])
+    return total
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train a variant; return its row."""
+    clock = StepClock(args)
+
+    class Timed(PretrainCLI):
+        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+            trainer = super().instantiate_trainer(**kwargs)
+            trainer.callbacks.append(clock)
+            return trainer
+
+    work = Path("outputs/long_context")
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary")
+    options = {f"trainer.{name}": "false" for name in quiet} | {"config": args.config}
+    options |= {"trainer.max_steps": args.warmup + args.steps + bool(args.trace)}
+    options |= {"trainer.default_root_dir": work / "run", "data.cache_dir": work / "data"}
+    options |= {"data.block_size": args.seq}
+    if args.tiny:
+        options |= {"trainer.accelerator": "cpu", "model.hf_overrides": json.dumps(TINY)}
+        options |= {"data.text": ROOT / "benchmarks", "model.compile_layers": "false"}
+    model, more = VARIANTS[args.variant]
+    given = [f"--{name}={value}" for name, value in sorted(options.items())]
+    try:
+        words = ["fit", *given, *more, *args.options]
+        never = {"auto_configure_optimizers": False, "save_config_callback": None}
+        Timed(model, TextDataModule, seed_everything_default=42, args=words, **never)
+    except torch.OutOfMemoryError:
+        clock.row["failed"] = "out of memory"
+    if torch.cuda.is_available():
+        clock.row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return {"variant": args.variant, "seq": args.seq, "steps": args.steps} | clock.row
+
+
+def main() -> None:
+    """Train one variant; print its row and add it to the report."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("variant", choices=VARIANTS)
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--seq", type=int, default=32768, help="tokens of a sequence")
+    parser.add_argument("--warmup", type=int, default=2, help="optimizer steps that do not count")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps that count")
+    parser.add_argument("--trace", type=Path, help="write a timeline of one step more here")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("options", nargs="*", help="behind `--`: options of examples/pretrain.py")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    rows = [train(args)]
+    if args.json and Path(args.json).is_file():
+        rows = json.loads(Path(args.json).read_text())["results"]["rows"] + rows
+    write_report(args.json, "long_context", {"rows": rows})
+    keys = [key for key in rows[-1] if key != "variant"]
+    print(table([[args.variant, *(str(rows[-1][key]) for key in keys)]], ["variant", *keys]))
+
+
+if __name__ == "__main__":
+    main()
