@@ -463,7 +463,7 @@ def wrap_call(module: nn.Module, around: Callable[..., Any]) -> None:
 
 def unwrap_call(module: nn.Module) -> None:
     """Undo ``wrap_call``, unless something else has been put there since; idempotent."""
-    call = module.__dict__.get(_CALL)
+    call: Any = module.__dict__.get(_CALL)
     if hasattr(call, "_lq_inner"):
         module.__dict__[_CALL] = call._lq_inner
         if call._lq_inner is None:

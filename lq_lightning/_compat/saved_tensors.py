@@ -41,6 +41,11 @@ def storage_reference(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
+def is_freed(reference: StorageWeakRef) -> bool:
+    """Return whether the storage that is referred to is gone."""
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor that another is a view of, None if it is none."""
     return tensor._base

@@ -6,9 +6,10 @@
 compiled code: that is the one place that everything passes, codes of our functions, what compiled
 code saves, and inputs of checkpointed regions. Storages move, whole and once, however many views of
 them are saved. Weights and buffers stay, as does what the caller of a block holds anyway (tensors
-that need no gradient, such as masks and rotary tables), what outlived a block before, small tensors, tensor subclasses and small
-parts of large storages. A tensor that changes after it was saved is an error when it is read, as
-in torch; a write that no version counter shows is looked for in the first pass of each block.
+that need no gradient, such as masks and rotary tables), what outlived a block before, small
+tensors, tensor subclasses and small parts of large storages. A tensor that changes after it was
+saved is an error when it is read, as in torch; a write that no version counter shows is looked for
+in the first pass of each block.
 
 *How.* One stream copies out, one copies in. The source of a copy is held until the stream that it
 came from has been told to wait for the copy; only then may the allocator hand its memory out again.
@@ -39,6 +40,7 @@ from lq_lightning._compat.modules import unwrap_call, wrap_call
 from lq_lightning._compat.saved_tensors import (
     has_storage,
     in_backward,
+    is_freed,
     outer_hooks,
     storage_key,
     storage_reference,
@@ -79,7 +81,7 @@ class _Record:
     def __init__(self, tensor: Tensor, flat: Tensor, extents: tuple[Extent, ...]) -> None:
         self.key, self.reference = storage_key(tensor), storage_reference(tensor)
         self.source: Tensor | None = flat
-        self.nbytes, self.extents = flat.numel(), extents
+        self.nbytes, self.extents = tensor.untyped_storage().nbytes(), extents
         self.versions, self.version = _counter(tensor), version_now(tensor)
         self.value: Tensor | None = None
         self.copied: Any = None
@@ -123,6 +125,13 @@ class _Moved:
         self.versions, self.version = _counter(tensor), version_now(tensor)
         record.users += 1
 
+    def of_simulated(self, flat: Tensor) -> Tensor:
+        """A tensor without values, of the same memory if it has a dtype."""
+        if flat.dtype == self.dtype:
+            return flat.as_strided(*self.view)
+        shape, strides, _ = self.view
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=flat.device)
+
     def __del__(self) -> None:
         self.dead.append(self.record)  # in any thread, at any time: taken note of later
 
@@ -149,6 +158,10 @@ def _flat(storage: torch.UntypedStorage) -> Tensor:
 
 def _sum(flat: Tensor) -> Tensor:
     return (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).sum(dtype=torch.int64)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return type(tensor).__name__ == "FakeTensor"  # without importing what a simulation needs
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -203,10 +216,11 @@ class Offload:
             )
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(
-                f"`offload={amount!r}` does not work in `nn.DataParallel`, whose replicas would call "
-                "the blocks of the first: use the strategy 'ddp', or remove `offload`."
+                f"`offload={amount!r}` does not work in `nn.DataParallel`, whose replicas would "
+                "call the blocks of the first: use the strategy 'ddp', or remove `offload`."
             )
-        self._device = next(next(iter(self._units.values())).parameters()).device
+        first = next(next(iter(self._units.values())).parameters())
+        self._device, self._is_simulated = first.device, _is_fake(first)
         limit = self.share.limit_nbytes
         if limit is not None:
             self._check_host(limit, "")
@@ -259,7 +273,7 @@ class Offload:
         first = index <= self._last_index or self._last is None
         if first:
             self.share.begin_forward(self._device)
-            self._outliving = {k: r for k, r in self._outliving.items() if not r.expired()}
+            self._outliving = {k: r for k, r in self._outliving.items() if not is_freed(r)}
         held = {storage_key(t) for t in tensors_in(args) if has_storage(t) and not t.requires_grad}
         group = _Group(name, unit, held, None if first else self._last)
         self._group, self._last, self._last_index = group, weakref.ref(group), index
@@ -302,8 +316,8 @@ class Offload:
         return moved
 
     def _is_movable(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor:  # weights, and layouts of others
-            return False
+        if type(tensor) is not Tensor and not (self._is_simulated and _is_fake(tensor)):
+            return False  # weights, and layouts of others
         if not has_storage(tensor) or tensor.device != self._device:
             return False
         nbytes = tensor.untyped_storage().nbytes()
@@ -313,6 +327,11 @@ class Offload:
 
     @torch.no_grad()
     def _send(self, tensor: Tensor, group: _Group) -> _Moved:
+        if self._is_simulated:  # only memory of the device is followed
+            record = _Record(tensor, tensor.detach(), ())
+            self._records[record.key] = record
+            self.moved_nbytes += record.nbytes
+            return _Moved(tensor, record, group, self._dead)
         flat = _flat(tensor.untyped_storage())
         out = self._stream(0)
         wait = (lambda event: None) if out is None else out.wait_event
@@ -323,7 +342,7 @@ class Offload:
         if group.name not in self._checked:
             record.sum = _sum(flat)
         host = self.pool.parts(record.extents, record.nbytes)
-        parts = flat.split([part.numel() for part in host])
+        parts = torch.split(flat, [part.numel() for part in host])
         if out is None:
             _copy(host, parts)
             return keep
@@ -355,8 +374,11 @@ class Offload:
                     self._differ.append((group.name, _sum(source) != record.sum))
                 record.sum = None
             del source
-            if not record.reference.expired():
-                self._outliving[record.key] = record.reference
+            self._note_outliving(record)
+
+    def _note_outliving(self, record: _Record) -> None:
+        if not is_freed(record.reference):
+            self._outliving[record.key] = record.reference
 
     def check_writes(self) -> None:
         """Raise if a block's first forward wrote to a tensor after saving it, unseen by torch."""
@@ -390,6 +412,8 @@ class Offload:
                 raise AssertionError("a storage is on the device once it was brought there")
             if flat is record.value and record.arrived is not None:
                 streams.current_stream().wait_event(record.arrived)
+            if self._is_simulated:
+                return moved.of_simulated(flat)
             whole = flat[: flat.numel() // moved.dtype.itemsize * moved.dtype.itemsize]
             part = whole.view(moved.dtype).as_strided(*moved.view).detach()
         record.taken, record.was_read = record.taken + 1, True
@@ -422,8 +446,11 @@ class Offload:
         if record.source is not None or record.value is not None or not record.users:
             return
         value = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
+        if self._is_simulated:
+            record.value = value
+            return
         host = self.pool.parts(record.extents, record.nbytes)
-        parts = value.split([part.numel() for part in host])
+        parts = torch.split(value, [part.numel() for part in host])
         record.value = value
         into = self._stream(1)
         if into is None:
@@ -448,13 +475,16 @@ class Offload:
             record.users -= 1
             if record.users:
                 continue
-            if record.source is not None and record.copied is not None:
-                record.home.wait_event(record.copied)
-            record.source = None
+            if record.source is not None:
+                if record.copied is not None:
+                    record.home.wait_event(record.copied)
+                record.source = None
+                self._note_outliving(record)
             self._drop_value(record)
             if self._records.get(record.key) is record:
                 del self._records[record.key]
-            self.pool.give(record.extents, record.arrived or record.copied)
+            if record.extents:
+                self.pool.give(record.extents, record.arrived or record.copied)
 
     # --- all of it -------------------------------------------------------------------------------
 
@@ -470,12 +500,12 @@ class Offload:
 
     def _check_host(self, nbytes: int, block: str) -> None:
         share, counted = free_host_memory(self._ranks)
-        if nbytes > share:
+        if nbytes > share and not self._is_simulated:
             blocks = f"{len(self._units)} blocks like `{block}` save" if block else "it needs"
             raise RuntimeError(
                 f"`offload={self.share.amount!r}`: {blocks} {gib(nbytes)} of host memory for this "
                 f"rank, but it may take {gib(share)} ({counted}). Give a smaller share or amount, "
-                f"such as `offload='{max(1, share >> 30)}GiB'`, a smaller micro-batch, or fewer ranks."
+                f"such as '{max(1, share >> 30)}GiB', a smaller micro-batch, or fewer ranks."
             )
 
     def check(self) -> None:

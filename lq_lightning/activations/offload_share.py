@@ -108,7 +108,7 @@ class Share:
 
 
 def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -529,6 +528,69 @@ def test_a_block_called_twice_and_what_outlives_it(start: Callable[..., Offload]
     assert moving.seen_nbytes == 10 * 64 * 32 * 4
 
 
+class Frozen(Wide):
+    """Holds a weight that torch does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x * self.hidden)
+        self.hidden = torch.randn(64, 32)
+
+
+def test_what_outlives_its_block_moves_once(start: Callable[..., Offload]) -> None:
+    model, x = nn.Sequential(*(Frozen() for _ in range(4)), Sum()), torch.randn(64, 32)
+    expected = gradients(model, x)
+    moving, sizes = start(model, min_nbytes=64 * 32 * 4), list[int]()
+    for _ in range(3):
+        before = moving.seen_nbytes
+        assert equal(gradients(model, x), expected)
+        sizes.append((moving.seen_nbytes - before) // (64 * 32 * 4))
+    assert sizes == [7, 3, 3]  # inputs of layers, but for that of the first
+
+
+def test_a_copy_that_fails_gives_its_buffer_back(
+    start: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = made("agoq", layers=3)
+    expected = gradients(model)
+    moving = start(model)
+    copy, count = offload._copy, iter(range(100))
+
+    def failing(*args: Any) -> None:
+        if next(count) == 7:
+            raise OSError("of the device")
+        copy(*args)
+
+    monkeypatch.setattr(offload, "_copy", failing)
+    with pytest.raises(OSError, match="of the device"):
+        model(tokens())
+    monkeypatch.setattr(offload, "_copy", copy)
+    moving.settle()
+    assert not moving.pool.used_nbytes
+    assert equal(gradients(model), expected)
+
+
+class Region(Wide):
+    """Calls its checkpoint function around its forward, as Hugging Face's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh)
+        self._gradient_checkpointing_func = checkpoint
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._gradient_checkpointing_func(super().__call__, x, use_reentrant=False)
+
+
+def test_inputs_of_regions_around_forwards_move(start: Callable[..., Offload]) -> None:
+    model, x = nn.Sequential(*(Region() for _ in range(4)), Sum()), torch.randn(64, 32)
+    x.requires_grad_()
+    expected = gradients(model, x)
+    moving = start(model)
+    assert equal(gradients(model, x), expected)
+    assert moving.moved_nbytes == 4 * x.nbytes
+    moving.remove()
+    assert model[0]._gradient_checkpointing_func is checkpoint
+
+
 def test_weights_never_move(start: Callable[..., Offload]) -> None:
     model = nn.Sequential(*(Wide(torch.relu, 128) for _ in range(3)), Sum())
     moving = start(model, min_nbytes=128 * 128 * 4)
@@ -563,6 +625,11 @@ def test_amounts_that_are_none(amount: Any) -> None:
 def test_models_without_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="has none"):
         Offload(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 1.0)
+
+
+def test_replicas_of_data_parallel_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not work in `nn.DataParallel`"):
+        Offload(nn.Sequential(nn.DataParallel(SmallLlama(2))), 1.0)
 
 
 def test_host_memory_is_counted_before_the_first_step(

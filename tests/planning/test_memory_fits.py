@@ -43,10 +43,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, layers=LAYERS):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.blocks = nn.Sequential(*[Block() for _ in range(layers)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -56,9 +56,13 @@ class Net(nn.Module):
 
 
 class Module(LightningModule):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
     def configure_model(self):
         if not hasattr(self, "net"):
-            self.net = Net()
+            self.net = Net(self.layers)
 
     def training_step(self, tokens, index):
         return self.net(tokens)
@@ -87,6 +91,10 @@ FITS = {
     "agoq": lambda: _precise()() | {"callbacks": [ActivationQuantization("agoq")]},
     "true": _precise(precision="bf16-true"),
     "agoq true": lambda: FITS["true"]() | {"callbacks": [ActivationQuantization("agoq")]},
+    "deep": lambda: FITS["true"]() | {"callbacks": [ActivationQuantization("agoq")]},
+    "deep offload": lambda: (
+        FITS["true"]() | {"callbacks": [ActivationQuantization("agoq", offload=1.0)]}
+    ),
     "fsdp": _sharded(weights="none", gradients="none"),
     "replica": lambda: _precise()() | _sharded(weights=WeightQuantization(replica="full"))(),
     "node": lambda: _precise()() | _sharded(weights=WeightQuantization(replica="node"))(),
@@ -100,7 +108,8 @@ def _fit(name, world_size=1, gpus_per_node=1):
         for key in ("plugins", "callbacks"):
             overrides[key] = [*own.pop(key, []), *overrides[key]]
         data = torch.randint(VOCABULARY, (BATCH * 8, TOKENS))
-        return Trainer(**(own | overrides)), Module(), DataLoader(data, batch_size=BATCH)
+        module = Module(6 if name.startswith("deep") else LAYERS)
+        return Trainer(**(own | overrides)), module, DataLoader(data, batch_size=BATCH)
 
     place = SimulatedRank(world_size=world_size, gpus_per_node=gpus_per_node, nvlink=False)
     return peak_memory(simulate_fit(build, place), MACHINE)
@@ -157,6 +166,12 @@ def test_saved_activations_are_those_that_are_measured(original):
     found = _most(_fit("true" if original else "agoq true"), "saved activations")
     # the allocator leaves up to 1 MiB of a block unused
     _near(found, (saved.nbytes - logits) * BATCH * TOKENS / tokens, 0.02 if original else 0.07)
+
+
+def test_offloaded_activations_are_on_the_host():
+    """Two blocks of six are left."""
+    saved, left = (_most(_fit(name), "saved activations") for name in ("deep", "deep offload"))
+    _near(left, saved * 2 / 6, 0.1)
 
 
 @pytest.mark.parametrize(("world_size", "gpus_per_node"), [(2, 2), (1024, 8)])
