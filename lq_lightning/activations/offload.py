@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lq_lightning._compat.modules import unwrap_call, wrap_call
@@ -61,11 +62,26 @@ _LARGE_STORAGE = 8  # times the saved part of it: such a storage serves others a
 class _Group:
     """What one call of a block saved; ``previous`` is the call before it in the same forward."""
 
-    __slots__ = ("__weakref__", "held", "module", "name", "previous", "records")
+    __slots__ = (
+        *("__weakref__", "_first", "_weights", "has_units", "held", "module", "name", "previous"),
+        "records",
+    )
 
-    def __init__(self, name: str, module: nn.Module, held: set[int], previous: Any) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, held: set[int], previous: Any, has_units: bool
+    ) -> None:
+        self.has_units = has_units  # of FSDP2, inside
         self.name, self.module, self.held, self.previous = name, module, held, previous
         self.records: dict[int, _Record] = {}
+        self._first: Any = None
+        self._weights: WeightStorages | None = None
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a weight; FSDP2 swaps weights while a module runs."""
+        first = next(self.module.parameters(), None)
+        if self._weights is None or first is not self._first or self.has_units:
+            self._first, self._weights = first, WeightStorages(self.module)
+        return self._weights.holds(tensor)
 
 
 class _Record:
@@ -164,6 +180,10 @@ def _is_fake(tensor: Tensor) -> bool:
     return type(tensor).__name__ == "FakeTensor"  # without importing what a simulation needs
 
 
+def _has_units(module: nn.Module) -> bool:
+    return any(isinstance(each, FSDPModule) for each in module.modules() if each is not module)
+
+
 def find_blocks(model: nn.Module) -> list[str]:
     """Return the names of the repeated blocks of a model."""
     return whole_blocks(find_recompute_units(model))
@@ -180,6 +200,7 @@ class Offload:
         model: Has repeated blocks; as it trains: on its device, sharded, its blocks compiled.
         amount: ``"auto"``, a share of the saved bytes up to 1, or host memory of this rank: a
             number above 1 in GiB, or a string such as ``"40GiB"``.
+        device: Where the model computes; by default where its weights are.
         ranks: Ranks of this node, which share its memory.
         blocks: Names by ``find_blocks`` of the whole model, of which a stage has some.
         window: Calls of blocks that are resident in either direction.
@@ -196,6 +217,7 @@ class Offload:
         model: nn.Module,
         amount: str | float = "auto",
         *,
+        device: torch.device | None = None,
         ranks: int = 1,
         blocks: Sequence[str] | None = None,
         window: int = RESIDENT,
@@ -220,7 +242,7 @@ class Offload:
                 "call the blocks of the first: use the strategy 'ddp', or remove `offload`."
             )
         first = next(next(iter(self._units.values())).parameters())
-        self._device, self._is_simulated = first.device, _is_fake(first)
+        self._device, self._is_simulated = device or first.device, _is_fake(first)
         limit = self.share.limit_nbytes
         if limit is not None:
             self._check_host(limit, "")
@@ -250,6 +272,8 @@ class Offload:
     # --- forward ---------------------------------------------------------------------------------
 
     def _caller(self, index: int, name: str, unit: nn.Module) -> Callable[..., Any]:
+        has_units = _has_units(unit)
+
         def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not self.enabled or not torch.is_grad_enabled() or in_backward():
                 return run(*args, **kwargs)
@@ -257,7 +281,11 @@ class Offload:
                 if self._group is None:
                     self.skipped = "other hooks of saved tensors are in effect around the blocks"
                 return run(*args, **kwargs)
-            group = self._begin(index, name, unit, (args, kwargs))
+            previous = self._begin(index)
+            inputs = [t for t in tensors_in((args, kwargs)) if not t.requires_grad]
+            held = {storage_key(t) for t in inputs if has_storage(t)}
+            group = _Group(name, unit, held, previous, has_units)
+            self._group, self._last, self._last_index = group, weakref.ref(group), index
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                     return run(*args, **kwargs)
@@ -266,18 +294,16 @@ class Offload:
 
         return call
 
-    def _begin(self, index: int, name: str, unit: nn.Module, args: Any) -> _Group:
+    def _begin(self, index: int) -> Any:
+        """Let go of what is beyond the window; return the call before in this forward, if any."""
         self._bury()
         while len(self._leaving) >= self._window:
             self._let_go(self._leaving.popleft())
-        first = index <= self._last_index or self._last is None
-        if first:
-            self.share.begin_forward(self._device)
-            self._outliving = {k: r for k, r in self._outliving.items() if not is_freed(r)}
-        held = {storage_key(t) for t in tensors_in(args) if has_storage(t) and not t.requires_grad}
-        group = _Group(name, unit, held, None if first else self._last)
-        self._group, self._last, self._last_index = group, weakref.ref(group), index
-        return group
+        if index > self._last_index and self._last is not None:
+            return self._last
+        self.share.begin_forward(self._device)
+        self._outliving = {k: r for k, r in self._outliving.items() if not is_freed(r)}
+        return None
 
     def _end(self, group: _Group) -> None:
         self._group = None
@@ -303,9 +329,7 @@ class Offload:
         if record is not None and record.is_copy_of(tensor):
             moved = _Moved(tensor, record, group, self._dead)
         else:
-            # FSDP2 swaps weights in and out: those of this moment count
-            held = key in group.held or key in self._outliving
-            if held or WeightStorages(group.module).holds(tensor):
+            if key in group.held or key in self._outliving or group.owns(tensor):
                 return _Kept(tensor)
             nbytes = tensor.untyped_storage().nbytes()
             self.seen_nbytes += nbytes

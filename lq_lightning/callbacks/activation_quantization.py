@@ -400,8 +400,14 @@ class ActivationQuantization(Callback):
             self._start_offload(module, f"{self._plan.offload_nbytes} B")
 
     def _start_offload(self, module: pl.LightningModule, amount: float | str) -> None:
-        ranks = _ranks_of_node(module.trainer.strategy)
-        self._offload = Offload(module, amount, ranks=ranks, blocks=self._blocks)
+        strategy = module.trainer.strategy
+        self._offload = Offload(
+            module,
+            amount,
+            device=strategy.root_device,
+            ranks=_ranks_of_node(strategy),
+            blocks=self._blocks,
+        )
 
     def _check_offload(self) -> None:
         """Before an update: raise if something is wrong with it, or nothing was moved."""
