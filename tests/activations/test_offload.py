@@ -15,6 +15,7 @@ from lq_testing.streams import Stream, recorded_streams, replaced
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.activations import (
@@ -75,7 +76,7 @@ def _wrapped(model: SmallLlama) -> None:
 
 def _compiled(model: SmallLlama) -> None:
     for block in model.blocks:
-        block.compile(backend="aot_eager")
+        block.compile(backend="inductor" if torch.cuda.is_available() else "aot_eager")
 
 
 def _compiled_forward(model: SmallLlama) -> None:
@@ -688,13 +689,22 @@ def test_buffers_are_apart_and_memory_is_used_again(steps: list[tuple[bool, int]
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def exact_attention() -> Iterator[None]:
+    """Other kernels' gradients differ in their last bits from run to run."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("exact_attention")
 @pytest.mark.parametrize("way", ["eager", "agoq", "agoq, compiled", "recomputed", "wrapped"])
 def test_on_a_gpu_gradients_are_bit_identical(way: str, start: Callable[..., Offload]) -> None:
     model, _ = made(way, layers=6)
     model.cuda()
     batch = tokens(length=512).cuda()
     expected = gradients(model, batch)
+    assert equal(gradients(model, batch), expected), "not a test of what moves"
     for amount in (1.0, 0.4):
         moving = start(model, amount)
         for _ in range(20):
@@ -704,6 +714,7 @@ def test_on_a_gpu_gradients_are_bit_identical(way: str, start: Callable[..., Off
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("exact_attention")
 @pytest.mark.parametrize("run", [_micro_batches, _twice, _partly])
 def test_on_a_gpu_graphs_in_any_order(run: Callable[..., None], start: Any) -> None:
     model, _ = made("agoq", layers=6)
@@ -723,10 +734,13 @@ def test_on_a_gpu_graphs_in_any_order(run: Callable[..., None], start: Any) -> N
 
 
 def _large(layers: int = 12) -> tuple[SmallLlama, Tensor]:
+    """Per layer about 0.3 GiB of codes and others, and attention that takes longer than to move
+    them.
+    """
     torch.manual_seed(0)
-    model = SmallLlama(layers, width=2048).cuda().bfloat16()
+    model = SmallLlama(layers, width=256).cuda().bfloat16()
     quantize_activations(model, "agoq")
-    return model, tokens(length=8192).cuda()
+    return model, tokens(length=65536).cuda()
 
 
 def _peak(model: nn.Module, batch: Tensor) -> int:
@@ -745,17 +759,13 @@ def test_on_a_gpu_the_peak_falls_by_what_moves(start: Callable[..., Offload]) ->
     moving = start(model, slab_nbytes=1 << 28)
     after = _peak(model, batch)
     per_pass = moving.moved_nbytes // 2
-    # two blocks of twelve stay, and one is on its way
-    assert before - after > 0.7 * per_pass, (before, after, per_pass)
+    # of twelve blocks, two stay, and what one of them reads lives a little longer
+    assert before - after > 0.65 * per_pass, (before, after, per_pass)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_transfers_are_hidden(start: Callable[..., Offload]) -> None:
-    """Little is moved per second of computing here: attention over 32k tokens takes long."""
-    torch.manual_seed(0)
-    model = SmallLlama(6, width=1024).cuda().bfloat16()
-    quantize_activations(model, "agoq")
-    batch = tokens(length=32768).cuda()
+    model, batch = _large()
 
     def seconds() -> float:
         start_, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -769,7 +779,9 @@ def test_on_a_gpu_transfers_are_hidden(start: Callable[..., Offload]) -> None:
 
     without = seconds()
     start(model, slab_nbytes=1 << 28)
-    assert seconds() < 1.1 * without
+    gradients(model, batch)  # pins memory
+    moving = seconds()
+    assert moving < 1.1 * without, (moving, without)
 
 
 @pytest.mark.gpu
