@@ -91,9 +91,12 @@ def _on_ranks(rank: int, world: int, root: str) -> None:
             **EXACT, pipeline_size=2, num_microbatches=4, schedule="1f1b", **PLAIN
         )
 
+    torch.compile = partial(torch.compile, backend="aot_eager")
     ways: dict[str, Callable[[], Any]] = {
         "ddp": lambda: "ddp",
         "fsdp": lambda: QuantizedFSDPStrategy(**PLAIN),
+        "compiled": lambda: QuantizedFSDPStrategy(compile_units=True, **PLAIN),
+        "replica": lambda: QuantizedFSDPStrategy(node_size=1, min_quantized_numel=64),
         "pipeline": pipeline,
     }
     seen = {}
@@ -104,7 +107,7 @@ def _on_ranks(rank: int, world: int, root: str) -> None:
         assert losses == expected, name
         assert moved.moved == moved.seen > 0, name
         seen[name] = moved.seen
-    assert seen["fsdp"] == seen["ddp"]  # no gathered weights
+    assert seen["replica"] == seen["compiled"] == seen["fsdp"] == seen["ddp"]  # no weights
 
 
 def test_strategies(tmp_path: Path) -> None:
