@@ -144,7 +144,7 @@ class HostPool:
     def _grow(self) -> None:
         self._may_grow(self._slab_nbytes)
         try:
-            slab = torch.empty(self._slab_nbytes, dtype=torch.uint8, pin_memory=self._pin)
+            slab = host_memory(self._slab_nbytes, pin=self._pin)
         except RuntimeError as error:
             raise RuntimeError(
                 f"Pinning {gib(self._slab_nbytes)} of host memory beside {gib(self.nbytes)} for "
@@ -171,3 +171,8 @@ def _length(extent: Extent) -> int:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def host_memory(nbytes: int, *, pin: bool) -> Tensor:
+    """Allocate bytes of host memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)  # whatever default

@@ -11,7 +11,7 @@ from torch import nn
 
 from lq_lightning.foundation.checks import is_number, size_in_bytes
 
-from .host_memory import free_host_memory
+from .host_memory import free_host_memory, host_memory
 
 _WARM = 3  # forward passes before one is measured: the first ones compile, and pin memory
 _OF_LINK = 0.9  # of its measured rate is counted on
@@ -116,7 +116,7 @@ def _mark() -> torch.cuda.Event:
 def hidden_nbytes(model: nn.Module, forward_s: float, ranks: int) -> int:
     """Return the bytes that a forward pass of so many seconds hides, if the host has room."""
     device = next(model.parameters()).device
-    host = torch.empty(_PROBE_NBYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = host_memory(_PROBE_NBYTES, pin=device.type == "cuda")
     source, best = torch.zeros_like(host, device=device), float("inf")
     for _ in range(4):
         if device.type == "cuda":
