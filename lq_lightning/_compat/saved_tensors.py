@@ -30,6 +30,12 @@ def has_storage(tensor: Tensor) -> bool:
     return strided and not isinstance(tensor, DTensor)
 
 
+def shows_its_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor with a storage is what that holds, read by dtype and strides."""
+    lazily = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+    return not lazily and not tensor.is_quantized
+
+
 def storage_key(tensor: Tensor) -> int:
     """Identify a storage while it lives; also of tensors without memory (``FakeTensorMode``)."""
     key: int = tensor.untyped_storage()._cdata
@@ -74,6 +80,11 @@ def outer_hooks() -> Hooks | None:
     """Return the pack and unpack hooks of saved tensors that are in effect now."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+def hooks_are_free() -> bool:
+    """Return whether no hooks of saved tensors are in effect, nor forbidden (``torch.func``)."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled() and outer_hooks() is None
 
 
 def in_backward() -> bool:

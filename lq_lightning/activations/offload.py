@@ -40,9 +40,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lq_lightning._compat.modules import unwrap_call, wrap_call
 from lq_lightning._compat.saved_tensors import (
     has_storage,
+    hooks_are_free,
     in_backward,
     is_freed,
-    outer_hooks,
+    shows_its_memory,
     storage_key,
     storage_reference,
     version_now,
@@ -90,20 +91,20 @@ class _Record:
     """
 
     __slots__ = (
-        *("arrived", "copied", "extents", "home", "key", "nbytes", "reference", "source", "stream"),
-        *("sum", "taken", "users", "value", "version", "versions", "was_read"),
+        *("arrived", "copied", "extents", "home", "key", "nbytes", "reference", "source", "sum"),
+        *("taken", "users", "value", "version", "versions", "was_read", "writes"),
     )
 
     def __init__(self, tensor: Tensor, flat: Tensor, extents: tuple[Extent, ...]) -> None:
         self.key, self.reference = storage_key(tensor), storage_reference(tensor)
         self.source: Tensor | None = flat
+        self.writes = flat._version  # of what is read on the device
         self.nbytes, self.extents = tensor.untyped_storage().nbytes(), extents
         self.versions, self.version = _counter(tensor), version_now(tensor)
         self.value: Tensor | None = None
         self.copied: Any = None
         self.arrived: Any = None
         self.home: Any = None  # stream that the source came from, and the value goes to
-        self.stream: Any = None
         self.sum: Tensor | None = None
         self.users = self.taken = 0
         self.was_read = False
@@ -242,7 +243,8 @@ class Offload:
                 "call the blocks of the first: use the strategy 'ddp', or remove `offload`."
             )
         first = next(next(iter(self._units.values())).parameters())
-        self._device, self._is_simulated = device or first.device, _is_fake(first)
+        self._device = device or first.device
+        self._is_simulated = any(map(_is_fake, model.parameters()))
         limit = self.share.limit_nbytes
         if limit is not None:
             self._check_host(limit, "")
@@ -264,7 +266,7 @@ class Offload:
         self._dead: deque[_Record] = deque()
         self._streams: tuple[Any, Any] | None = None  # out, in
         self._checked: set[str] = set()  # blocks whose first pass was looked at
-        self._differ: list[tuple[str, Tensor]] = []
+        self._differ: deque[tuple[str, Tensor]] = deque()
         for index, (name, unit) in enumerate(self._units.items()):
             wrap_call(unit, self._caller(index, name, unit))
             around_checkpoint_function(unit, self._caller(index, name, unit))
@@ -277,7 +279,7 @@ class Offload:
         def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not self.enabled or not torch.is_grad_enabled() or in_backward():
                 return run(*args, **kwargs)
-            if outer_hooks() is not None:  # a checkpointed region, which drops all, or others'
+            if not hooks_are_free():  # a checkpointed region, which drops all, or others'
                 if self._group is None:
                     self.skipped = "other hooks of saved tensors are in effect around the blocks"
                 return run(*args, **kwargs)
@@ -318,7 +320,6 @@ class Offload:
             needed = moved * len(self._units)
             limit = self.share.limit_nbytes
             self._check_host(needed if limit is None else min(limit, needed), group.name)
-        self._checked.add(group.name)
 
     def _pack(self, tensor: Tensor) -> Any:
         group = self._group
@@ -336,6 +337,8 @@ class Offload:
             if not self.share.takes(nbytes, self.pool.used_nbytes):
                 return _Kept(tensor)
             moved = self._send(tensor, group)
+            self._records[key] = moved.record
+            self.moved_nbytes += nbytes
         group.records[id(moved.record)] = moved.record
         return moved
 
@@ -347,22 +350,18 @@ class Offload:
         nbytes = tensor.untyped_storage().nbytes()
         if not self._min_nbytes <= nbytes <= _LARGE_STORAGE * tensor.nbytes:
             return False
-        return not (tensor.is_conj() or tensor.is_neg())
+        return shows_its_memory(tensor)
 
     @torch.no_grad()
     def _send(self, tensor: Tensor, group: _Group) -> _Moved:
         if self._is_simulated:  # only memory of the device is followed
             record = _Record(tensor, tensor.detach(), ())
-            self._records[record.key] = record
-            self.moved_nbytes += record.nbytes
             return _Moved(tensor, record, group, self._dead)
         flat = _flat(tensor.untyped_storage())
         out = self._stream(0)
         wait = (lambda event: None) if out is None else out.wait_event
         record = _Record(tensor, flat, self.pool.take(flat.numel(), wait))
         keep = _Moved(tensor, record, group, self._dead)  # gives the buffer back after an error
-        self._records[record.key] = record
-        self.moved_nbytes += record.nbytes
         if group.name not in self._checked:
             record.sum = _sum(flat)
         host = self.pool.parts(record.extents, record.nbytes)
@@ -396,7 +395,8 @@ class Offload:
                 stream = nullcontext() if record.home is None else streams.on_stream(record.home)
                 with torch.no_grad(), stream:
                     self._differ.append((group.name, _sum(source) != record.sum))
-                record.sum = None
+                self._checked.add(group.name)
+            record.sum = None
             del source
             self._note_outliving(record)
 
@@ -406,15 +406,16 @@ class Offload:
 
     def check_writes(self) -> None:
         """Raise if a block's first forward wrote to a tensor after saving it, unseen by torch."""
-        differ, self._differ = self._differ, []
-        for name, differs in differ:
-            if bool(differs):
+        while self._differ:
+            name, differs = self._differ[0]
+            if bool(differs):  # and again, if that is caught
                 raise RuntimeError(
                     f"`{name}` writes to a tensor after it was saved for backward, past autograd's "
                     "version counters (`.data`, or a kernel of another library). Copies of such "
                     "tensors on the host would be of either state: remove `offload`, or write to a "
                     "copy."
                 )
+            self._differ.popleft()
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -435,7 +436,11 @@ class Offload:
             if flat is None:
                 raise AssertionError("a storage is on the device once it was brought there")
             if flat is record.value and record.arrived is not None:
-                streams.current_stream().wait_event(record.arrived)
+                reader = streams.current_stream()
+                reader.wait_event(record.arrived)
+                if reader != record.home:
+                    streams.record_use(flat)
+            _check_version(flat, record.writes)  # by the backward of another that read it
             if self._is_simulated:
                 return moved.of_simulated(flat)
             whole = flat[: flat.numel() // moved.dtype.itemsize * moved.dtype.itemsize]
@@ -454,10 +459,12 @@ class Offload:
         while nearest is not None and len(wanted) < self._window:
             wanted.append(nearest)
             nearest = nearest.previous() if nearest.previous is not None else None
+        kept = {key for each in wanted for key in each.records}
         for old in [g for g in self._resident if g not in wanted]:
             self._resident.remove(old)
-            for record in old.records.values():
-                self._drop_value(record)
+            for key, record in old.records.items():
+                if key not in kept:
+                    self._drop_value(record)
         for each in wanted:
             if each not in self._resident:
                 self._resident.append(each)
@@ -469,27 +476,28 @@ class Offload:
     def _bring(self, record: _Record) -> None:
         if record.source is not None or record.value is not None or not record.users:
             return
-        value = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
-        if self._is_simulated:
-            record.value = value
-            return
+        with nullcontext() if record.home is None else streams.on_stream(record.home):
+            value = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
         host = self.pool.parts(record.extents, record.nbytes)
-        parts = torch.split(value, [part.numel() for part in host])
-        record.value = value
+        parts = torch.split(value, [part.numel() for part in host]) if host else ()
         into = self._stream(1)
         if into is None:
             _copy(parts, host)
-            return
-        record.stream = streams.current_stream()
-        into.wait_stream(record.stream)  # the memory may be in use until here
-        into.wait_event(record.copied)  # the host may not have it all yet
-        with streams.on_stream(into):
-            _copy(parts, host)
-        record.arrived = into.record_event()
+        else:
+            into.wait_stream(record.home)  # the memory may be in use until here
+            into.wait_event(record.copied)  # the host may not have it all yet
+            try:
+                with streams.on_stream(into):
+                    _copy(parts, host)
+            except BaseException:
+                record.home.wait_stream(into)
+                raise
+            record.arrived = into.record_event()
+        record.value, record.writes = value, value._version
 
     def _drop_value(self, record: _Record) -> None:
         if record.value is not None and record.arrived is not None:
-            record.stream.wait_event(record.arrived)  # it is written until then
+            record.home.wait_event(record.arrived)  # it is written until then
         record.value, record.taken = None, 0
 
     def _bury(self) -> None:
@@ -513,7 +521,7 @@ class Offload:
     # --- all of it -------------------------------------------------------------------------------
 
     def _stream(self, index: int) -> Any:
-        if not streams.has_streams(self._device):
+        if self._is_simulated or not streams.has_streams(self._device):
             return None
         if self._streams is None:
             self._streams = streams.new_stream(), streams.new_stream()
@@ -537,7 +545,7 @@ class Offload:
         self.check_writes()
         if not self.moved_nbytes and self.enabled:
             reason = self.skipped
-            if self._checked:
+            if self._last_index >= 0:
                 reason = f"they save nothing of {gib(self._min_nbytes)} or more beside weights"
             raise RuntimeError(
                 f"`offload={self.share.amount!r}` moved nothing of what {len(self._units)} blocks "
