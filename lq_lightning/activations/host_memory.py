@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_SLAB_NBYTES = 1 << 29
 _ALIGNMENT = 512
 _LEFT_FREE = 0.1  # of what is free, for everything else on the machine
+_CGROUP = Path("/sys/fs/cgroup")
 _CGROUPS = (  # limit and use: version 2, version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
@@ -30,11 +27,7 @@ def gib(nbytes: float) -> str:
 
 
 def free_host_memory(ranks: int) -> tuple[int, str]:
-    """Return the bytes that one of several ranks on this node may take, and how they are counted.
-
-    The kernel's ``MemAvailable`` or what is left of the control group's limit, whichever is less;
-    a tenth stays free.
-    """
+    """Return the bytes that one of several ranks on this node may take, and how they are counted."""
     free, where = 1 << 62, "no limit is known"
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -44,18 +37,13 @@ def free_host_memory(ranks: int) -> tuple[int, str]:
         pass  # another system: what cannot be pinned is named when it is
     for limit, used in _CGROUPS:
         try:
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+            left = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
         except (OSError, ValueError):  # no such control group, or "max"
             continue
         if left < free:
             free, where = max(0, left), f"the control group's {Path(limit).name}"
     share = int(free * (1 - _LEFT_FREE)) // max(1, ranks)
     return share, f"{gib(free)} by {where}, less a tenth, for {ranks} rank(s) on this node"
-
-
-def _lock_limit() -> str:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
 
 
 class Extent(NamedTuple):
@@ -71,21 +59,11 @@ class HostPool:
 
     torch's own allocator rounds pinned memory up to powers of two and keeps each size apart. Slabs
     are powers of two, and extents that are given back next to each other become one, so that
-    batches of other lengths need no more than the largest of them.
-
-    Args:
-        pin: Whether the memory is pinned; a CPU does without.
-        may_grow: Called with the bytes of a further slab; raises if there is no room.
-        slab_nbytes: Bytes of a slab, a power of two.
+    batches of other lengths need no more than the largest of them. ``may_grow`` is called with the
+    bytes of a further slab, and raises if there is no room.
     """
 
-    def __init__(
-        self,
-        *,
-        pin: bool,
-        may_grow: Callable[[int], None] = lambda nbytes: None,
-        slab_nbytes: int = _SLAB_NBYTES,
-    ) -> None:
+    def __init__(self, *, pin: bool, may_grow: Callable[[int], None], slab_nbytes: int) -> None:
         self._pin, self._may_grow, self._slab_nbytes = pin, may_grow, slab_nbytes
         self._slabs: list[Tensor] = []
         self._free: list[Extent] = []  # sorted; no two touch
@@ -99,14 +77,9 @@ class HostPool:
         return len(self._slabs) * self._slab_nbytes
 
     def take(self, nbytes: int, wait: Callable[[Any], None]) -> tuple[Extent, ...]:
-        """Take a buffer of so many bytes.
-
-        Args:
-            nbytes: Its size.
-            wait: Called with each event that the stream that will write it must wait for.
-        """
+        """Take a buffer; ``wait`` gets each event that whoever writes it must wait for."""
         need = _rounded(nbytes)
-        while sum(e.stop - e.start for e in self._free) < need:
+        while sum(map(_length, self._free)) < need:
             if self._cooling:
                 extents, event = self._cooling.popleft()
                 if event is not None:
@@ -116,7 +89,7 @@ class HostPool:
                 self._grow()
         taken = []
         while need:
-            fitting = [e for e in self._free if e.stop - e.start >= need]
+            fitting = [e for e in self._free if _length(e) >= need]
             chosen = min(fitting or [max(self._free, key=_length)], key=_length)
             part = chosen._replace(stop=min(chosen.stop, chosen.start + need))
             self._free.remove(chosen)
@@ -134,23 +107,20 @@ class HostPool:
 
     def parts(self, extents: tuple[Extent, ...], nbytes: int) -> list[Tensor]:
         """Return a buffer's memory as uint8 tensors, ``nbytes`` in all."""
-        parts = []
-        for extent in extents:
-            stop = min(extent.stop, extent.start + nbytes)
-            parts.append(self._slabs[extent.slab][extent.start : stop])
-            nbytes -= stop - extent.start
-        return parts
+        parts = [self._slabs[e.slab][e.start : e.stop] for e in extents]
+        return [*parts[:-1], parts[-1][: parts[-1].numel() - (_rounded(nbytes) - nbytes)]]
 
     def _grow(self) -> None:
         self._may_grow(self._slab_nbytes)
         try:
             slab = host_memory(self._slab_nbytes, pin=self._pin)
         except RuntimeError as error:
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             raise RuntimeError(
                 f"Pinning {gib(self._slab_nbytes)} of host memory beside {gib(self.nbytes)} for "
                 "offloaded activations failed. Limit it (`offload='20GiB'`), or raise what this "
-                f"process may pin: RLIMIT_MEMLOCK is {_lock_limit()} (`ulimit -l`), which not "
-                "every driver asks for."
+                f"process may pin: RLIMIT_MEMLOCK is {'unlimited' if soft < 0 else gib(soft)} "
+                "(`ulimit -l`), which not every driver asks for."
             ) from error
         self._slabs.append(slab)
         self._merge((Extent(len(self._slabs) - 1, 0, self._slab_nbytes),))

@@ -30,6 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,29 +61,24 @@ _MIN_NBYTES = 1 << 16
 _LARGE_STORAGE = 8  # times the saved part of it: such a storage serves others as well
 
 
+@dataclass(eq=False)
 class _Group:
     """What one call of a block saved; ``previous`` is the call before it in the same forward."""
 
-    __slots__ = (
-        *("__weakref__", "_first", "_weights", "has_units", "held", "module", "name", "previous"),
-        "records",
-    )
-
-    def __init__(
-        self, name: str, module: nn.Module, held: set[int], previous: Any, has_units: bool
-    ) -> None:
-        self.has_units = has_units  # of FSDP2, inside
-        self.name, self.module, self.held, self.previous = name, module, held, previous
-        self.records: dict[int, _Record] = {}
-        self._first: Any = None
-        self._weights: WeightStorages | None = None
+    name: str
+    module: nn.Module
+    has_units: bool  # of FSDP2, inside
+    held: set[int]  # storages that the caller holds
+    previous: Any
+    records: dict[int, _Record] = field(default_factory=dict)
+    _weights: tuple[Any, WeightStorages] | None = None
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor is a weight; FSDP2 swaps weights while a module runs."""
         first = next(self.module.parameters(), None)
-        if self._weights is None or first is not self._first or self.has_units:
-            self._first, self._weights = first, WeightStorages(self.module)
-        return self._weights.holds(tensor)
+        if self._weights is None or first is not self._weights[0] or self.has_units:
+            self._weights = first, WeightStorages(self.module)
+        return self._weights[1].holds(tensor)
 
 
 class _Record:
@@ -90,48 +86,48 @@ class _Record:
     the device; ``users`` are the saved tensors that are parts of it.
     """
 
-    __slots__ = (
-        *("arrived", "copied", "extents", "home", "key", "nbytes", "reference", "source", "sum"),
-        *("taken", "users", "value", "version", "versions", "was_read", "writes"),
-    )
+    value: Tensor | None = None
+    sum: Tensor | None = None
+    # copies out and back are done; the stream that the source came from, and the value goes to
+    copied: Any = None
+    arrived: Any = None
+    home: Any = None
+    users = taken = 0
+    was_read = False
 
     def __init__(self, tensor: Tensor, flat: Tensor, extents: tuple[Extent, ...]) -> None:
         self.key, self.reference = storage_key(tensor), storage_reference(tensor)
         self.source: Tensor | None = flat
         self.writes = flat._version  # of what is read on the device
-        self.nbytes, self.extents = tensor.untyped_storage().nbytes(), extents
+        self.nbytes, self.extents = flat.numel(), extents
         self.versions, self.version = _counter(tensor), version_now(tensor)
-        self.value: Tensor | None = None
-        self.copied: Any = None
-        self.arrived: Any = None
-        self.home: Any = None  # stream that the source came from, and the value goes to
-        self.sum: Tensor | None = None
-        self.users = self.taken = 0
-        self.was_read = False
 
     def is_copy_of(self, tensor: Tensor) -> bool:
         """Whether nothing has changed since; tensors of one storage may have several counters."""
         return version_now(tensor) == version_now(self.versions) == self.version
 
+    def let_go(self) -> None:
+        """Give the memory of the source back, once its copy is done."""
+        if self.copied is not None:
+            self.home.wait_event(self.copied)
+        self.source = None
+
+    def drop_value(self) -> None:
+        if self.value is not None and self.arrived is not None:
+            self.home.wait_event(self.arrived)  # it is written until then
+        self.value, self.taken = None, 0
+
 
 class _Kept:
     """A saved tensor that stays: detached, for an output would refer to the node that owns it."""
-
-    __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         plain = type(tensor) is Tensor or tensor.grad_fn is not None
         self.tensor, self.version = tensor.detach() if plain else tensor, version_now(tensor)
 
-    def read(self) -> Tensor:
-        _check_version(self.tensor, self.version)
-        return self.tensor
-
 
 class _Moved:
     """A saved tensor that is a view of a moved storage."""
-
-    __slots__ = ("dead", "dtype", "group", "record", "version", "versions", "view")
 
     def __init__(
         self, tensor: Tensor, record: _Record, group: _Group, dead: deque[_Record]
@@ -141,13 +137,6 @@ class _Moved:
         self.view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         self.versions, self.version = _counter(tensor), version_now(tensor)
         record.users += 1
-
-    def of_simulated(self, flat: Tensor) -> Tensor:
-        """A tensor without values, of the same memory if it has a dtype."""
-        if flat.dtype == self.dtype:
-            return flat.as_strided(*self.view)
-        shape, strides, _ = self.view
-        return torch.empty_strided(shape, strides, dtype=self.dtype, device=flat.device)
 
     def __del__(self) -> None:
         self.dead.append(self.record)  # in any thread, at any time: taken note of later
@@ -169,10 +158,6 @@ def _check_version(tensor: Tensor, version: int) -> None:
         )
 
 
-def _flat(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _sum(flat: Tensor) -> Tensor:
     return (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).sum(dtype=torch.int64)
 
@@ -181,17 +166,9 @@ def _is_fake(tensor: Tensor) -> bool:
     return type(tensor).__name__ == "FakeTensor"  # without importing what a simulation needs
 
 
-def _has_units(module: nn.Module) -> bool:
-    return any(isinstance(each, FSDPModule) for each in module.modules() if each is not module)
-
-
 def find_blocks(model: nn.Module) -> list[str]:
     """Return the names of the repeated blocks of a model."""
     return whole_blocks(find_recompute_units(model))
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 class Offload:
@@ -229,7 +206,7 @@ class Offload:
         self._ranks, self._window, self._min_nbytes = ranks, window, min_nbytes
         names = find_blocks(model) if blocks is None else blocks
         modules = dict(model.named_modules())
-        self._units = {n: m for n in names if (m := modules.get(n)) and _has_parameters(m)}
+        self._units = {n: m for n in names if (m := modules.get(n)) and [*m.parameters()]}
         if not self._units:
             raise ValueError(
                 f"`offload={amount!r}` moves what the repeated blocks of a model save, but "
@@ -247,10 +224,10 @@ class Offload:
         self._is_simulated = any(map(_is_fake, model.parameters()))
         limit = self.share.limit_nbytes
         if limit is not None:
-            self._check_host(limit, "")
-        self.pool = HostPool(
-            pin=self._device.type == "cuda", may_grow=self._check_growth, slab_nbytes=slab_nbytes
-        )
+            self._check_host(limit)
+        on_gpu = self._device.type == "cuda"
+        self.share.is_open &= on_gpu
+        self.pool = HostPool(pin=on_gpu, may_grow=self._check_host, slab_nbytes=slab_nbytes)
         self.enabled = True
         self.skipped = "no block was called by itself: compile the blocks, not the whole model"
         self.moved_nbytes = self.seen_nbytes = 0  # since the start
@@ -264,7 +241,7 @@ class Offload:
         self._leaving: deque[_Group] = deque()
         self._resident: deque[_Group] = deque()
         self._dead: deque[_Record] = deque()
-        self._streams: tuple[Any, Any] | None = None  # out, in
+        self._streams: tuple[Any, ...] = ()  # out, in
         self._checked: set[str] = set()  # blocks whose first pass was looked at
         self._differ: deque[tuple[str, Tensor]] = deque()
         for index, (name, unit) in enumerate(self._units.items()):
@@ -274,7 +251,8 @@ class Offload:
     # --- forward ---------------------------------------------------------------------------------
 
     def _caller(self, index: int, name: str, unit: nn.Module) -> Callable[..., Any]:
-        has_units = _has_units(unit)
+        inside = (each for each in unit.modules() if each is not unit)
+        has_units = any(isinstance(each, FSDPModule) for each in inside)
 
         def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not self.enabled or not torch.is_grad_enabled() or in_backward():
@@ -286,7 +264,7 @@ class Offload:
             previous = self._begin(index)
             inputs = [t for t in tensors_in((args, kwargs)) if not t.requires_grad]
             held = {storage_key(t) for t in inputs if has_storage(t)}
-            group = _Group(name, unit, held, previous, has_units)
+            group = _Group(name, unit, has_units, held, previous)
             self._group, self._last, self._last_index = group, weakref.ref(group), index
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -303,7 +281,7 @@ class Offload:
             self._let_go(self._leaving.popleft())
         if index > self._last_index and self._last is not None:
             return self._last
-        self.share.begin_forward(self._device)
+        self.share.begin_forward()
         self._outliving = {k: r for k, r in self._outliving.items() if not is_freed(r)}
         return None
 
@@ -313,7 +291,7 @@ class Offload:
             self._leaving.append(group)
         elif self._last is not None and self._last() is group:
             self._last = group.previous  # backward has nothing to fetch for it
-        self.share.end_block(self._device)
+        self.share.end_block()
         moved = sum(record.nbytes for record in group.records.values())
         if moved and not self._is_counted:
             self._is_counted = True
@@ -354,10 +332,12 @@ class Offload:
 
     @torch.no_grad()
     def _send(self, tensor: Tensor, group: _Group) -> _Moved:
+        storage = tensor.untyped_storage()
         if self._is_simulated:  # only memory of the device is followed
-            record = _Record(tensor, tensor.detach(), ())
-            return _Moved(tensor, record, group, self._dead)
-        flat = _flat(tensor.untyped_storage())
+            values = storage.nbytes() // tensor.dtype.itemsize
+            flat = tensor.data.as_strided((values,), (1,), 0).view(torch.uint8)
+            return _Moved(tensor, _Record(tensor, flat, ()), group, self._dead)
+        flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         out = self._stream(0)
         wait = (lambda event: None) if out is None else out.wait_event
         record = _Record(tensor, flat, self.pool.take(flat.numel(), wait))
@@ -372,7 +352,7 @@ class Offload:
         record.home = streams.current_stream()
         out.wait_stream(record.home)
         try:
-            with streams.on_stream(out), self.share.timed(self._device):
+            with streams.on_stream(out), self.share.timed():
                 _copy(host, parts)
         finally:
             record.copied = out.record_event()
@@ -381,11 +361,10 @@ class Offload:
     def _let_go(self, group: _Group) -> None:
         """Give the memory of sources back, once their copies are done."""
         for record in group.records.values():
-            if record.source is None:
+            source = record.source
+            if source is None:
                 continue
-            if record.copied is not None:
-                record.home.wait_event(record.copied)
-            source, record.source = record.source, None
+            record.let_go()
             if source.untyped_storage().nbytes() != record.nbytes:
                 raise RuntimeError(
                     f"A tensor saved in `{group.name}` was resized by something else before its "
@@ -421,7 +400,8 @@ class Offload:
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Kept):
-            return packed.read()
+            _check_version(packed.tensor, packed.version)
+            return packed.tensor
         moved: _Moved = packed
         _check_version(moved.versions, moved.version)
         if self._differ:
@@ -432,17 +412,13 @@ class Offload:
         with torch.no_grad():
             self._enter(moved.group)
             self._bring(record)
-            flat = record.source if record.source is not None else record.value
-            if flat is None:
-                raise AssertionError("a storage is on the device once it was brought there")
+            flat: Any = record.source if record.source is not None else record.value
             if flat is record.value and record.arrived is not None:
                 reader = streams.current_stream()
                 reader.wait_event(record.arrived)
                 if reader != record.home:
                     streams.record_use(flat)
             _check_version(flat, record.writes)  # by the backward of another that read it
-            if self._is_simulated:
-                return moved.of_simulated(flat)
             whole = flat[: flat.numel() // moved.dtype.itemsize * moved.dtype.itemsize]
             part = whole.view(moved.dtype).as_strided(*moved.view).detach()
         record.taken, record.was_read = record.taken + 1, True
@@ -464,7 +440,7 @@ class Offload:
             self._resident.remove(old)
             for key, record in old.records.items():
                 if key not in kept:
-                    self._drop_value(record)
+                    record.drop_value()
         for each in wanted:
             if each not in self._resident:
                 self._resident.append(each)
@@ -478,8 +454,8 @@ class Offload:
             return
         with nullcontext() if record.home is None else streams.on_stream(record.home):
             value = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
-        host = self.pool.parts(record.extents, record.nbytes)
-        parts = torch.split(value, [part.numel() for part in host]) if host else ()
+        host = self.pool.parts(record.extents, record.nbytes) if record.extents else []
+        parts = torch.split(value, [part.numel() for part in host]) if host else []
         into = self._stream(1)
         if into is None:
             _copy(parts, host)
@@ -495,11 +471,6 @@ class Offload:
             record.arrived = into.record_event()
         record.value, record.writes = value, value._version
 
-    def _drop_value(self, record: _Record) -> None:
-        if record.value is not None and record.arrived is not None:
-            record.home.wait_event(record.arrived)  # it is written until then
-        record.value, record.taken = None, 0
-
     def _bury(self) -> None:
         """Give back what no saved tensor refers to any more."""
         while self._dead:
@@ -508,11 +479,9 @@ class Offload:
             if record.users:
                 continue
             if record.source is not None:
-                if record.copied is not None:
-                    record.home.wait_event(record.copied)
-                record.source = None
+                record.let_go()
                 self._note_outliving(record)
-            self._drop_value(record)
+            record.drop_value()
             if self._records.get(record.key) is record:
                 del self._records[record.key]
             if record.extents:
@@ -521,16 +490,11 @@ class Offload:
     # --- all of it -------------------------------------------------------------------------------
 
     def _stream(self, index: int) -> Any:
-        if self._is_simulated or not streams.has_streams(self._device):
-            return None
-        if self._streams is None:
+        if not self._streams and not self._is_simulated and streams.has_streams(self._device):
             self._streams = streams.new_stream(), streams.new_stream()
-        return self._streams[index]
+        return self._streams[index] if self._streams else None
 
-    def _check_growth(self, nbytes: int) -> None:
-        self._check_host(nbytes, "")
-
-    def _check_host(self, nbytes: int, block: str) -> None:
+    def _check_host(self, nbytes: int, block: str = "") -> None:
         share, counted = free_host_memory(self._ranks)
         if nbytes > share and not self._is_simulated:
             blocks = f"{len(self._units)} blocks like `{block}` save" if block else "it needs"

@@ -47,7 +47,7 @@ class Share:
                 "to 1.0, or host memory per rank: a number of GiB above 1, or a string such as "
                 "'40GiB'."
             )
-        self.is_open = amount == "auto"  # until it is decided
+        self.is_open = amount == "auto"  # until it is decided; on a GPU
         self.moved = self.seen = 0  # in this forward pass
         self._passes = 0
         self._span: list[torch.cuda.Event] = []
@@ -63,23 +63,22 @@ class Share:
         self.moved += nbytes
         return True
 
-    def begin_forward(self, device: torch.device) -> None:
+    def begin_forward(self) -> None:
         """Note that the first block of a forward pass is called."""
         self.moved = self.seen = 0
         self._passes += 1
-        if self.is_open and device.type == "cuda":
+        if self.is_open:
             self._span, self._copies = [_mark()], []
 
-    def end_block(self, device: torch.device) -> None:
+    def end_block(self) -> None:
         """Note that a block has run."""
-        if self.is_open and device.type == "cuda":
+        if self.is_open:
             self._span[1:] = [_mark()]
 
     @contextmanager
-    def timed(self, device: torch.device) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
         """Measure a copy on the current stream, for ``"auto"``."""
-        measures = self.is_open and device.type == "cuda"
-        start = _mark() if measures else None
+        start = _mark() if self.is_open else None
         yield
         if start is not None:
             self._copies.append((start, _mark()))
@@ -119,12 +118,8 @@ def hidden_nbytes(model: nn.Module, forward_s: float, ranks: int) -> int:
     host = host_memory(_PROBE_NBYTES, pin=device.type == "cuda")
     source, best = torch.zeros_like(host, device=device), float("inf")
     for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         began = time.perf_counter()
-        host.copy_(source, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        host.copy_(source)  # waits for the device
         best = min(best, time.perf_counter() - began)
     rate = _PROBE_NBYTES / best
     return min(int(_OF_LINK * rate * forward_s), free_host_memory(ranks)[0])
