@@ -44,7 +44,7 @@ class Module(pl.LightningModule):
 
 def _data(length: int = 16) -> DataLoader[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return DataLoader(torch.randint(VOCAB, (32, length), generator=generator), batch_size=4)
+    return DataLoader(torch.randint(VOCAB, (16, length), generator=generator), batch_size=4)
 
 
 class Moved(pl.Callback):
@@ -78,7 +78,7 @@ def fit(
 def test_trains_bit_for_bit_as_without(recipe: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"recipe": recipe, "accumulate_grad_batches": 2}
     expected, _ = fit(tmp_path, **options)
-    for offload in ("auto", 0.5, "1GiB", 1):
+    for offload in ("auto", 0.5, "1GiB") if recipe == "agoq" else (1,):
         losses, moved = fit(tmp_path, **options, offload=offload)
         assert losses == expected
         assert 0 < moved.moved == moved.counts["bytes_offloaded"] <= moved.seen
@@ -93,16 +93,17 @@ def _on_ranks(rank: int, world: int, root: str) -> None:
 
     torch.compile = partial(torch.compile, backend="aot_eager")
     ways: dict[str, Callable[[], Any]] = {
-        "ddp": lambda: "ddp",
         "fsdp": lambda: QuantizedFSDPStrategy(**PLAIN),
+        "ddp": lambda: "ddp",
         "compiled": lambda: QuantizedFSDPStrategy(compile_units=True, **PLAIN),
         "replica": lambda: QuantizedFSDPStrategy(node_size=1, min_quantized_numel=64),
         "pipeline": pipeline,
     }
-    seen = {}
+    seen, expected = {}, list[float]()
     for name, strategy in ways.items():
-        layers = 2 if name == "pipeline" else 4  # one block per stage
-        expected, _ = fit(root, strategy(), world, layers, recipe="agoq")
+        layers = 2 if name == "pipeline" else 3  # one block per stage
+        if name not in ("ddp", "compiled"):  # which compute what the one before them does
+            expected, _ = fit(root, strategy(), world, layers, recipe="agoq")
         losses, moved = fit(root, strategy(), world, layers, recipe="agoq", offload=1.0)
         assert losses == expected, name
         assert moved.moved == moved.seen > 0, name
@@ -118,9 +119,9 @@ def test_a_budget_moves_what_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Without recomputation codes of 4 bits would be needed, and losses would not be the same."""
     monkeypatch.setattr(budget, "hidden_nbytes", lambda *_: 1 << 40)
     size = {"size": "2MiB", "scope": "activations", "recompute": False}
-    exact, _ = fit(tmp_path, layers=8, budget=MemoryBudget(**size | {"size": "1GiB"}))
-    coded, none = fit(tmp_path, layers=8, budget=MemoryBudget(**size))
-    losses, moved = fit(tmp_path, layers=8, budget=MemoryBudget(**size, offload=True))
+    exact, _ = fit(tmp_path, layers=5, budget=MemoryBudget(**size | {"size": "1GiB"}))
+    coded, none = fit(tmp_path, layers=5, budget=MemoryBudget(**size))
+    losses, moved = fit(tmp_path, layers=5, budget=MemoryBudget(**size, offload=True))
     assert not none.moved
     assert moved.moved
     assert losses == exact != coded
