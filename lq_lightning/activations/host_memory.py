@@ -27,7 +27,7 @@ def gib(nbytes: float) -> str:
 
 
 def free_host_memory(ranks: int) -> tuple[int, str]:
-    """Return the bytes that one of several ranks on this node may take, and how they are counted."""
+    """Return the bytes that one of this node's ranks may take, and how they are counted."""
     free, where = 1 << 62, "no limit is known"
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

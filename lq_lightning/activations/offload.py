@@ -98,7 +98,7 @@ class _Record:
     def __init__(self, tensor: Tensor, flat: Tensor, extents: tuple[Extent, ...]) -> None:
         self.key, self.reference = storage_key(tensor), storage_reference(tensor)
         self.source: Tensor | None = flat
-        self.writes = flat._version  # of what is read on the device
+        self.writes = version_now(flat)  # of what is read on the device
         self.nbytes, self.extents = flat.numel(), extents
         self.versions, self.version = _counter(tensor), version_now(tensor)
 
@@ -469,7 +469,7 @@ class Offload:
                 record.home.wait_stream(into)
                 raise
             record.arrived = into.record_event()
-        record.value, record.writes = value, value._version
+        record.value, record.writes = value, version_now(value)
 
     def _bury(self) -> None:
         """Give back what no saved tensor refers to any more."""

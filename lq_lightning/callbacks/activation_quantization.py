@@ -207,12 +207,8 @@ class ActivationQuantization(Callback):
         offload: float | str | None = None,
     ) -> None:
         super().__init__()
-        self.given: dict[str, Any] = {
-            "recipe": recipe,
-            "budget": budget,
-            "adapt": adapt,
-            "offload": offload,
-        }
+        self.given: dict[str, Any] = {"recipe": recipe, "budget": budget, "adapt": adapt}
+        self.given["offload"] = offload
         self._policy = resolve_policy(recipe)
         self._recipe = recipe if isinstance(recipe, str) else type(recipe).__name__
         if budget is not None:
@@ -329,7 +325,8 @@ class ActivationQuantization(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
-        self._check_offload()
+        if self._offload is not None:
+            self._offload.check()
         if pl_module.automatic_optimization:  # manual steps may continue with backward passes
             self._adaptation.finish()
 
@@ -408,11 +405,6 @@ class ActivationQuantization(Callback):
             ranks=_ranks_of_node(strategy),
             blocks=self._blocks,
         )
-
-    def _check_offload(self) -> None:
-        """Before an update: raise if something is wrong with it, or nothing was moved."""
-        if self._offload is not None:
-            self._offload.check()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

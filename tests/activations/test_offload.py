@@ -50,10 +50,8 @@ def start() -> Iterator[Callable[..., Offload]]:
 
 
 def gradients(model: nn.Module, *args: Any) -> list[Tensor]:
-    model.zero_grad()
     torch.manual_seed(3)
-    model(*(args or (tokens(),))).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return _after(lambda model: model(*(args or (tokens(),))).backward(), model)
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -139,30 +137,21 @@ def test_a_share_or_an_amount_moves(
 class Watched(Offload):
     """Counts the blocks that are resident whenever something is saved or read."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.most = 0
-        self.groups: list[Any] = []
+    most = 0
+    groups: set[Any] = set()
 
-    def _count(self) -> None:
-        on_device = [
-            any(r.source is not None or r.value is not None for r in group.records.values())
-            for group in (each() for each in self.groups)
-            if group is not None
-        ]
+    def _count(self, result: Any) -> Any:
+        self.groups = {g for g in self.groups | {self._last} if g is not None and g() is not None}
+        records = [g().records.values() for g in self.groups]
+        on_device = [any(r.source is not None or r.value is not None for r in g) for g in records]
         self.most = max(self.most, sum(on_device))
+        return result
 
     def _pack(self, tensor: Tensor) -> Any:
-        packed = super()._pack(tensor)
-        if self._last is not None and self._last not in self.groups:
-            self.groups.append(self._last)
-        self._count()
-        return packed
+        return self._count(super()._pack(tensor))
 
     def _unpack(self, packed: Any) -> Tensor:
-        tensor = super()._unpack(packed)
-        self._count()
-        return tensor
+        return self._count(super()._unpack(packed))
 
 
 @pytest.mark.parametrize(("way", "window"), [("agoq", 1), ("recomputed", 2), ("eager", 3)])
@@ -206,20 +195,20 @@ class Wide(nn.Module):
 # --- streams --------------------------------------------------------------------------------------
 
 
+def _after(run: Callable[[Any], None], model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    run(model)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
 def _races(run: Callable[[SmallLlama], None], way: str = "agoq") -> list[Any]:
     model, _ = made(way)
     model.eval()
-
-    def all_gradients() -> list[Tensor]:
-        model.zero_grad()
-        run(model)
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    expected = all_gradients()
+    expected = _after(run, model)
     with replaced(host_memory, "_ALIGNMENT", PAGE), recorded_streams() as recorder:
         moving = Offload(model, 1.0, min_nbytes=256, slab_nbytes=PAGE)
         for _ in range(2):
-            assert equal(all_gradients(), expected)
+            assert equal(_after(run, model), expected)
         moving.settle()
         assert not moving.pool.used_nbytes
         moving.remove()
@@ -282,25 +271,23 @@ def test_failed_steps_leave_nothing_behind(start: Callable[..., Offload]) -> Non
     expected = gradients(model, batch)
     moving = start(model)
     gradients(model, batch)
-    fail = {"forward": False, "backward": False}
+    fails = iter(["forward", "backward"] * 50)
 
-    def forward_hook(*_: Any) -> None:
-        if fail["forward"]:
-            raise OSError("in forward")
+    def hook(where: str) -> Callable[..., None]:
+        def fail(*_: Any) -> None:
+            if now == where:
+                raise OSError(where)
 
-    def backward_hook(*_: Any) -> None:
-        if fail["backward"]:
-            raise OSError("in backward")
+        return fail
 
-    model[2].linear.register_forward_hook(forward_hook)
-    model[1].linear.weight.register_hook(backward_hook)
+    model[2].linear.register_forward_hook(hook("forward"))
+    model[1].linear.weight.register_hook(hook("backward"))
     sizes = set()
-    for step in range(100):
-        fail["forward"], fail["backward"] = step % 2 == 0, step % 2 == 1
-        with pytest.raises(OSError, match="in "):
+    for now in fails:
+        with pytest.raises(OSError, match=now):
             gradients(model, batch)
         sizes.add(moving.pool.nbytes)
-    fail["backward"] = False
+    now = ""
     assert len(sizes) == 1
     assert equal(gradients(model, batch), expected)
     moving.settle()
@@ -429,7 +416,17 @@ def _pooled(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "then",
-    [Rows.apply, Formats.apply, _dual, _imaginary, _negated, _chunks, _expanded, _in_place_first, _half_written]
+    [
+        Rows.apply,
+        Formats.apply,
+        _dual,
+        _imaginary,
+        _negated,
+        _chunks,
+        _expanded,
+        _in_place_first,
+        _half_written,
+    ]
     + [_replaced, _pooled, nn.BatchNorm1d(32), nn.Dropout(0.5)],
 )
 def test_views_and_writes(then: Callable[[Tensor], Tensor], start: Callable[..., Offload]) -> None:
@@ -472,10 +469,11 @@ def test_a_change_after_saving_is_an_error_as_in_torch(start: Callable[..., Offl
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(x).backward()
 
-
-    y = (model := nn.Sequential(Wide(torch.exp), Wide(torch.exp)))(x)
-    start(model)
-    for y in (y, model(x)):
+    model = nn.Sequential(Wide(torch.exp), Wide(torch.exp))
+    for moves in (False, True):
+        if moves:
+            start(model)
+        y = model(x)
         y.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
@@ -572,16 +570,11 @@ def test_a_block_called_twice_and_what_outlives_it(start: Callable[..., Offload]
     assert moving.seen_nbytes == 10 * 64 * 32 * 4
 
 
-class Frozen(Wide):
-    """Holds a weight that torch does not know of."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda x: x * self.hidden)
-        self.hidden = torch.randn(64, 32)
-
-
 def test_what_outlives_its_block_moves_once(start: Callable[..., Offload]) -> None:
-    model, x = nn.Sequential(*(Frozen() for _ in range(4)), Sum()), torch.randn(64, 32)
+    """Constants that torch does not know of."""
+    hidden = [torch.randn(64, 32) for _ in range(4)]
+    model = nn.Sequential(*(Wide(h.mul) for h in hidden), Sum())
+    x = torch.randn(64, 32)
     expected = gradients(model, x)
     moving, sizes = start(model, min_nbytes=64 * 32 * 4), list[int]()
     for _ in range(3):
@@ -609,16 +602,21 @@ def test_a_copy_that_fails(
 
     monkeypatch.setattr(offload, "_copy", fails)
     losses: list[Tensor] = []
-    with pytest.raises(OSError, match="of the device"):
+
+    def steps() -> None:
         for _ in range(3):
             losses.append(model(tokens()))
         for loss in losses:
             loss.backward(retain_graph=True)
+
+    with pytest.raises(OSError, match="of the device"):
+        steps()
     for loss in losses:
         model.zero_grad()
         loss.backward()
         assert equal([p.grad for p in model.parameters() if p.grad is not None], expected)
-    del losses
+    losses.clear()
+    del loss
     moving.settle()
     assert equal(gradients(model), expected)
 
@@ -668,9 +666,9 @@ def test_inputs_of_regions_around_forwards_move(codes: bool, start: Callable[...
 def test_weights_never_move(start: Callable[..., Offload]) -> None:
     model = nn.Sequential(*(Wide(torch.relu, 128) for _ in range(3)), Sum())
     moving = start(model, min_nbytes=128 * 128 * 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(16, 128)).backward()
-    model(torch.randn(16, 128)).backward()
+    for casts in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            model(torch.randn(16, 128)).backward()
     assert not moving.seen_nbytes
 
 
@@ -706,6 +704,9 @@ def test_models_that_are_refused() -> None:
 def test_host_memory_is_counted_before_the_first_step(
     start: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    one, counted = host_memory.free_host_memory(1)
+    assert 0 < host_memory.free_host_memory(4)[0] < 0.3 * one
+    assert "less a tenth, for 1 rank(s) on this node" in counted
     model, _ = made("eager")
     share = [700_000, "0.7 MB in a test"]
     monkeypatch.setattr(offload, "free_host_memory", lambda ranks: share)
@@ -714,12 +715,6 @@ def test_host_memory_is_counted_before_the_first_step(
     start(model, slab_nbytes=1 << 18)
     with pytest.raises(RuntimeError, match=r"3 blocks like `blocks.0` save .* KiB of host memory"):
         model(tokens())
-
-
-def test_free_host_memory_is_divided_and_named() -> None:
-    one, counted = host_memory.free_host_memory(1)
-    assert 0 < host_memory.free_host_memory(4)[0] < 0.3 * one
-    assert "less a tenth, for 1 rank(s) on this node" in counted
 
 
 def test_whole_compiled_models_are_refused(start: Callable[..., Offload]) -> None:
@@ -734,7 +729,10 @@ def test_whole_compiled_models_are_refused(start: Callable[..., Offload]) -> Non
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 6000)), max_size=60))
 def test_buffers_are_apart_and_memory_is_used_again(steps: list[tuple[bool, int]]) -> None:
-    pool, held = HostPool(pin=False, may_grow=lambda n: None, slab_nbytes=4096), list[tuple[Any, int, int]]()
+    pool, held = (
+        HostPool(pin=False, may_grow=lambda n: None, slab_nbytes=4096),
+        list[tuple[Any, int, int]](),
+    )
     most = 0
     for index, (takes, nbytes) in enumerate(steps):
         if takes or not held:
@@ -778,13 +776,22 @@ def test_on_a_gpu_gradients_are_bit_identical(way: str, start: Callable[..., Off
         moving = start(model, amount)
         for _ in range(20):
             assert equal(gradients(model, batch), expected)
-            dropped, losses = model(batch), [model(batch) for _ in range(2)]
-            del dropped
-            for loss in reversed(losses):
-                loss.backward(retain_graph=True)
-                loss.backward()
         assert moving.moved_nbytes
         moving.remove()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact_attention")
+@pytest.mark.parametrize("run", [_micro_batches, _twice, _partly])
+def test_on_a_gpu_graphs_in_any_order(run: Callable[..., None], start: Any) -> None:
+    model, _ = made("agoq", layers=6)
+    model.cuda().eval()
+    call = model.forward
+    model.forward = lambda batch: call(batch.repeat(1, 16).cuda())  # type: ignore[method-assign]
+    expected = _after(run, model)
+    start(model)
+    for _ in range(20):
+        assert equal(_after(run, model), expected)
 
 
 def _large(layers: int = 12) -> tuple[SmallLlama, Tensor]:
