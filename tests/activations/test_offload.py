@@ -616,7 +616,7 @@ def test_a_copy_that_fails(
         loss.backward()
         assert equal([p.grad for p in model.parameters() if p.grad is not None], expected)
     losses.clear()
-    del loss
+    loss = None
     moving.settle()
     assert equal(gradients(model), expected)
 
