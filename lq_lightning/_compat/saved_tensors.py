@@ -84,7 +84,8 @@ def outer_hooks() -> Hooks | None:
 
 def hooks_are_free() -> bool:
     """Return whether no hooks of saved tensors are in effect, nor forbidden (``torch.func``)."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled() and outer_hooks() is None
+    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return allowed and outer_hooks() is None
 
 
 def in_backward() -> bool:

@@ -389,12 +389,13 @@ def pack_around_checkpoint(module: nn.Module, site: HookSite) -> None:
 
     Checkpointing may be switched on later, which replaces the function: call it again then.
     """
-    outer = module.__dict__.get(_FUNCTION)
+    outer: Any = module.__dict__.get(_FUNCTION)
     function = outer.args[0] if isinstance(outer, _Around) else outer
     around = type(module).__call__ is not nn.Module.__call__
     if function is not None and around and not isinstance(function, _PackingCheckpoint):
         packing = _PackingCheckpoint(module, site, function)
-        module.__dict__[_FUNCTION] = packing if function is outer else _Around(outer.func, packing)
+        inside = isinstance(outer, _Around)
+        module.__dict__[_FUNCTION] = _Around(outer.func, packing) if inside else packing
 
 
 def unpack_around_checkpoint(module: nn.Module) -> None:

@@ -413,14 +413,14 @@ class Offload:
             self._enter(moved.group)
             self._bring(record)
             flat: Any = record.source if record.source is not None else record.value
-            if flat is record.value and record.arrived is not None:
+            if record.source is None and record.arrived is not None:
                 reader = streams.current_stream()
                 reader.wait_event(record.arrived)
                 if reader != record.home:
                     streams.record_use(flat)
             _check_version(flat, record.writes)  # by the backward of another that read it
             whole = flat[: flat.numel() // moved.dtype.itemsize * moved.dtype.itemsize]
-            part = whole.view(moved.dtype).as_strided(*moved.view).detach()
+            part: Tensor = whole.view(moved.dtype).as_strided(*moved.view).detach()
         record.taken, record.was_read = record.taken + 1, True
         if record.taken >= record.users:  # whoever reads it holds it now
             record.value, record.taken = None, 0
