@@ -584,7 +584,7 @@ def test_what_outlives_its_block_moves_once(start: Callable[..., Offload]) -> No
     assert sizes == [7, 3, 3]  # inputs of layers, but for that of the first
 
 
-@pytest.mark.parametrize("failing", [7, 80])
+@pytest.mark.parametrize("failing", [7, 180])
 def test_a_copy_that_fails(
     failing: int, start: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
