@@ -5,6 +5,7 @@ same model, data, chunked loss and accumulation over two micro-batches. ``--json
 report. ``ours`` is the configuration as it is, ``offload`` also moves codes to the host;
 ``bitsandbytes`` has bf16 weights, its 8-bit AdamW and full checkpointing; ``selective`` and
 ``save_on_cpu`` keep activations so, with our states. All but ``selective`` compile their layers.
+``lora`` trains adapters of rank 16 on a frozen base in bf16, in bitsandbytes' nf4 or torchao's int8.
 
 Tokens per second are of whole optimizer steps behind the warm-up. ``peak_gib`` is the most that the
 allocator had handed out since training started. ``--trace`` writes a timeline of the last step.
@@ -34,6 +35,7 @@ from llama_layer import keep_products, on_cpu
 from pretrain import PretrainCLI
 from pretraining.data import TextDataModule
 from pretraining.lightning_module import CausalLM
+from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,19 +87,67 @@ class OnCpuLM(CausalLM):
             return super().training_step(*args, **kwargs)
 
 
+class AdaptersLM(CausalLM):
+    """Adapters on a frozen base, whose layers a library replaces."""
+
+    def configure_model(self) -> None:
+        """Build the network, and replace the layers below the adapters."""
+        is_new = self.model is None
+        super().configure_model()
+        model: Any = self.model
+        for layer in model.modules() if is_new else ():
+            if isinstance(getattr(layer, "base_layer", None), nn.Linear):
+                layer.base_layer = self.frozen(layer.base_layer)
+
+    def frozen(self, layer: nn.Linear) -> nn.Module:
+        """Return what computes in place of a frozen layer."""
+        return layer
+
+
+class Nf4LM(AdaptersLM):
+    """Adapters on bitsandbytes' 4-bit layers."""
+
+    def frozen(self, layer: nn.Linear) -> nn.Module:
+        """Return a layer of 4 bits."""
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        sizes = layer.in_features, layer.out_features
+        made: Any = Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, device="meta")
+        made.weight = Params4bit(layer.weight.data, False, quant_type="nf4", module=made)
+        moved: nn.Module = made.to(layer.weight.device)
+        return moved
+
+
+class Int8LM(AdaptersLM):
+    """Adapters on torchao's 8-bit weights."""
+
+    def frozen(self, layer: nn.Linear) -> nn.Module:
+        """Return the layer, with a weight of 8 bits."""
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(layer, Int8WeightOnlyConfig())
+        return layer
+
+
 _CODES = "--trainer.callbacks.init_args."
+_MOVED = f"{_CODES}offload=1.0"
+_LORA = ("--model.lora.rank=16", "--trainer.accumulate_grad_batches=1")
 _PLAIN = ("--trainer.callbacks=null",)
 _BF16 = ("--trainer.plugins=null", "--trainer.precision=bf16-true", *_PLAIN)
 VARIANTS: dict[str, tuple[type[CausalLM], tuple[str, ...]]] = {
     "ours": (CausalLM, ()),
-    "offload": (CausalLM, (f"{_CODES}offload=1.0",)),
+    "offload": (CausalLM, (_MOVED,)),
     "offload auto": (CausalLM, (f"{_CODES}offload=auto",)),
-    "offload fp8-4bit": (CausalLM, (f"{_CODES}offload=1.0", f"{_CODES}recipe=fp8-4bit")),
-    "checkpointing, offload": (CheckpointedLM, (f"{_CODES}offload=1.0",)),
+    "offload fp8-4bit": (CausalLM, (_MOVED, f"{_CODES}recipe=fp8-4bit")),
+    "checkpointing, offload": (CheckpointedLM, (_MOVED,)),
     "bitsandbytes": (BitsAndBytesLM, _BF16),
     "selective": (SelectiveLM, (*_PLAIN, "--model.compile_layers=false")),
     "save_on_cpu": (OnCpuLM, _PLAIN),
+    "lora": (AdaptersLM, _LORA),
+    "lora nf4": (Nf4LM, _LORA),
+    "lora int8": (Int8LM, _LORA),
 }
+VARIANTS |= {f"{n}, offload": (m, (*o, _MOVED)) for n, (m, o) in VARIANTS.items() if "lora" in n}
 
 
 class StepClock(pl.Callback):

@@ -213,6 +213,13 @@ def all_linked_by_nvlink(num_gpus: int) -> bool:
     return all(n > 0 for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j)
 
 
+def release_host_memory() -> None:
+    """Give pinned memory that nothing uses back to the system; torch's allocator keeps it."""
+    if torch.cuda.is_available():
+        older = getattr(torch._C, "_host_emptyCache", None)  # until torch 2.12
+        (older or torch.accelerator.empty_host_cache)()
+
+
 def recompile_limit(at_least: int) -> AbstractContextManager[None]:
     """Let ``torch.compile`` make so many variants of a function before it gives up on it.
 

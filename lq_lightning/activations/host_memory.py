@@ -105,6 +105,13 @@ class HostPool:
         self.used_nbytes -= sum(map(_length, extents))
         self._cooling.append((extents, event))
 
+    def release(self) -> None:
+        """Let go of all memory, unless some buffer of it is in use."""
+        if not self.used_nbytes:
+            self._slabs.clear()
+            self._free.clear()
+            self._cooling.clear()
+
     def parts(self, extents: tuple[Extent, ...], nbytes: int) -> list[Tensor]:
         """Return a buffer's memory as uint8 tensors, ``nbytes`` in all."""
         parts = [self._slabs[e.slab][e.start : e.stop] for e in extents]

@@ -233,8 +233,9 @@ class Offload:
         self.moved_nbytes = self.seen_nbytes = 0  # since the start
         self._is_counted = False
         self._group: _Group | None = None
-        self._last: Any = None  # the newest group of this forward, as a weak reference
+        self._last: Any = None  # the newest group of this forward that moves, as a weak reference
         self._last_index = -1
+        self._is_forward = False  # and nothing has read what was saved since its first block
         self._records: dict[int, _Record] = {}
         # Storages that others hold anyway: they need not move again. References keep keys unique.
         self._outliving: dict[int, StorageWeakRef] = {}
@@ -266,6 +267,7 @@ class Offload:
             held = {storage_key(t) for t in inputs if has_storage(t)}
             group = _Group(name, unit, has_units, held, previous)
             self._group, self._last, self._last_index = group, weakref.ref(group), index
+            self._is_forward = True
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                     return run(*args, **kwargs)
@@ -279,7 +281,7 @@ class Offload:
         self._bury()
         while len(self._leaving) >= self._window:
             self._let_go(self._leaving.popleft())
-        if index > self._last_index and self._last is not None:
+        if index > self._last_index and self._is_forward:
             return self._last
         self.share.begin_forward()
         self._outliving = {k: r for k, r in self._outliving.items() if not is_freed(r)}
@@ -406,7 +408,7 @@ class Offload:
         _check_version(moved.versions, moved.version)
         if self._differ:
             self.check_writes()
-        self._last = None  # what is called next belongs to another forward
+        self._last, self._is_forward = None, False  # what is called next is another forward's
         self._bury()
         record = moved.record
         with torch.no_grad():
@@ -528,6 +530,7 @@ class Offload:
             around_checkpoint_function(unit, None)
             unwrap_call(unit)
         self.settle()
+        self.pool.release()
 
 
 def _copy(targets: Any, sources: Any) -> None:

@@ -249,8 +249,9 @@ def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Grou
         format, bits = _format(part.site.codec, encoded)
         group = groups.setdefault((kind, format, bits), _Group())
         group.count += 1
-        if width is None or has_forward_hooks(part.module):
-            continue  # hooks may gather or distribute weights
+        packed = any(not p.is_floating_point() for p in part.module.parameters())
+        if width is None or packed or has_forward_hooks(part.module):
+            continue  # weights as codes of another library; hooks may gather or distribute weights
         key = (type(part.module), repr(part.module), part.site.codec)
         if key not in known:
             inside = {id(m) for m in part.module.modules()}

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lq_lightning._compat.float8 import float8_matmul_available
-from lq_lightning._compat.torch import recompile_limit
+from lq_lightning._compat.torch import recompile_limit, release_host_memory
 from lq_lightning.activations import (
     ActivationPlan,
     ActivationPolicy,
@@ -339,6 +339,10 @@ class ActivationQuantization(Callback):
                 rank_zero_info(f"{type(self).__name__}(offload={self._amount!r}): {said}")
 
     @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_offload()  # Lightning moves weights and optimizer states to the host next
+
+    @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
         checkpoint.update(self._adaptation.state())
 
@@ -486,13 +490,17 @@ class ActivationQuantization(Callback):
         if self._configure is not None:
             self._configure.remove()
             self._configure = None
-        if self._offload is not None:
-            self._offload.remove()
-            self._offload = None
+        self._stop_offload()
         if self._handle is not None:
             self._handle.remove()
             self._handle = self._report = self._plan = None
             self._bits = None
+
+    def _stop_offload(self) -> None:
+        if self._offload is not None:
+            self._offload.remove()
+            self._offload = None
+            release_host_memory()
 
 
 def _ranks_of_node(strategy: Strategy) -> int:

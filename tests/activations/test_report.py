@@ -108,3 +108,22 @@ def test_bits_are_those_of_the_rows_that_are_encoded() -> None:
     assert rows["MLP"].after == pytest.approx(2 * 400 * 6 / 8, abs=0.1)
     assert rows["MLP"].format == "int4, groups of 16"
     assert rows["norm"].note == "as they are, or inside of what is recomputed"
+
+
+class Packed(nn.Module):
+    """A frozen layer whose weight is another library's codes."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = width, inner
+        self.weight = nn.Parameter(torch.ones(inner, width, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) / 256)
+
+
+def test_weights_in_codes_of_others_are_not_counted() -> None:
+    net = model()
+    net[0][1].gate_proj = Packed(WIDTH, 256)
+    report = quantize_activations(net).report()
+    assert {row.kind: row.before for row in report.rows}["MLP"] is None

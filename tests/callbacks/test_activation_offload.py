@@ -56,6 +56,12 @@ class Moved(pl.Callback):
         self.moved, self.seen = (offload.moved_nbytes, offload.seen_nbytes) if offload else (0, 0)
         report = quantization.quantization_report()
         self.counts = report.counts if report is not None else {}
+        self.pool = offload.pool if offload else None
+
+    def on_train_end(self, *unused: Any) -> None:
+        assert (
+            self.pool is None or not self.pool.nbytes
+        )  # before Lightning moves weights and states to the host
 
 
 def fit(
