@@ -35,6 +35,7 @@ from lq_lightning.kernels.optimizer_step.formats import (
     SIGNED_CODES,
     SMALLEST_BITS,
     UNSIGNED_CODES,
+    StateFormat,
     reciprocal_parts,
     widest_spans,
 )
@@ -124,6 +125,7 @@ _OVER_255 = tl.constexpr(reciprocal_parts(255.0))
 # Adding it rounds an fp32 of small magnitude to an integer, which is then in the low bits.
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
+_ROUNDER_PAIRS = tl.constexpr(0x4B400000 * 8 % (1 << 32))
 # Of the dynamic map: log10(2); the binary logarithm of what turns |x| / scale of decade 0 into
 # parts of a decade, and how much it falls from one decade to the next.
 _LOG10_2 = tl.constexpr(math.log10(2.0))
@@ -134,6 +136,42 @@ _NEXT_DECADE = tl.constexpr(1.0 - math.log2(10.0))
 # --- levels of codebooks --------------------------------------------------------------------------
 
 
+@triton.constexpr_function
+def _copying(fmt: StateFormat) -> str:
+    """PTX by which a warp copies pairs of levels to shared memory, then the lower ones alone."""
+    count = fmt.num_levels
+    copies = "".join(
+        f"ld.global.nc.v2.f32 {{low, high}}, [from + {256 * part}];"
+        f"st.shared.v2.f32 [to + {256 * part}], {{low, high}};"
+        f"st.shared.f32 [alone + {8 * count + 128 * part}], low;"
+        for part in range(count // 32)
+    )
+    return (
+        f"{{ .shared .align 16 .b8 levels[{12 * count}];"
+        ".reg .u32 lane, to, alone; .reg .u64 from; .reg .f32 low, high;"
+        "mov.u32 lane, %laneid; mad.wide.u32 from, lane, 8, $1; mov.u32 $0, levels;"
+        "mad.lo.u32 to, lane, 8, $0; mad.lo.u32 alone, lane, 4, $0;"
+        f"{copies} bar.warp.sync 0xffffffff; }}"
+    )
+
+
+@triton.jit
+def nearby_levels(levels_ptr, FORMAT: tl.constexpr):
+    """Where the program, one warp, looks up levels of ``formats.level_pairs``: shared memory.
+
+    There an address takes one instruction instead of three, and a look-up does not wait for the
+    tags of as many cache lines as the lanes need.
+    """
+    if FORMAT.spacing != "dynamic" or _INTERPRETED:
+        levels = levels_ptr
+    else:
+        ASM: tl.constexpr = _copying(FORMAT)
+        levels = tl.inline_asm_elementwise(
+            *(ASM, "=r,l", [levels_ptr.to(tl.int64)], tl.int32, False, 1)
+        )
+    return levels
+
+
 @triton.jit
 def _quotient(x, DIVISOR: tl.constexpr, RECIPROCAL: tl.constexpr):
     """``x / DIVISOR``, correctly rounded for all levels of int8 and E4M3."""
@@ -141,7 +179,7 @@ def _quotient(x, DIVISOR: tl.constexpr, RECIPROCAL: tl.constexpr):
 
 
 @triton.jit
-def _level(number, levels_ptr, FORMAT: tl.constexpr):
+def _level(number, levels, FORMAT: tl.constexpr):
     """The level of that number, in units of the scale; ``formats.codebook``."""
     if FORMAT.spacing == "floating":
         # Three mantissa bits make of the number the bits of a float with E4M3's exponents.
@@ -152,29 +190,29 @@ def _level(number, levels_ptr, FORMAT: tl.constexpr):
         RECIPROCAL: tl.constexpr = _OVER_127 if FORMAT.signed else _OVER_255
         level = _quotient(number.to(tl.float32), LARGEST * 1.0, RECIPROCAL)
     elif _INTERPRETED:
-        level = tl.load(levels_ptr + 2 * number)
+        level = tl.load(levels + 2 * number)
     else:
-        # not `tl.load`, for which the elements would move to other threads
         level = tl.inline_asm_elementwise(
-            "{ .reg .u64 a; mad.wide.u32 a, $1, 8, $2; ld.global.nc.f32 $0, [a]; }",
-            *("=f,r,l", [number, levels_ptr.to(tl.int64)], tl.float32, True, 1),
+            "{ .reg .u32 a; mad.lo.u32 a, $1, 4, $2; ld.shared.f32 $0, [a]; }",
+            *("=f,r,r", [number, levels + 8 * FORMAT.num_levels], tl.float32, True, 1),
         )
     return level
 
 
 @triton.jit
-def _two_levels(number, levels_ptr, FORMAT: tl.constexpr):
-    """The level of that number and the next one."""
+def _two_levels(number, levels, FORMAT: tl.constexpr):
+    """The level of that number of ``_level_below`` and the next one."""
     if FORMAT.spacing != "dynamic":
-        low = _level(number, levels_ptr, FORMAT)
-        high = _level(number + 1, levels_ptr, FORMAT)
+        low = _level(number, levels, FORMAT)
+        high = _level(number + 1, levels, FORMAT)
     elif _INTERPRETED:
-        low = tl.load(levels_ptr + 2 * number)
-        high = tl.load(levels_ptr + 2 * number + 1)
+        low = tl.load(levels + 2 * (number - _ROUNDER_BITS))
+        high = tl.load(levels + 2 * (number - _ROUNDER_BITS) + 1)
     else:
+        pairs = levels.to(tl.uint32, bitcast=True) - _ROUNDER_PAIRS
         low, high = tl.inline_asm_elementwise(
-            "{ .reg .u64 a; mad.wide.u32 a, $2, 8, $3; ld.global.nc.v2.f32 {$0, $1}, [a]; }",
-            *("=f,=f,r,l", [number, levels_ptr.to(tl.int64)], (tl.float32, tl.float32), True, 1),
+            "{ .reg .u32 a; mad.lo.u32 a, $2, 8, $3; ld.shared.v2.f32 {$0, $1}, [a]; }",
+            *("=f,=f,r,r", [number, pairs], (tl.float32, tl.float32), True, 1),
         )
     return low, high
 
@@ -209,7 +247,7 @@ def _numbers_and_signs(codes):
 
 
 @triton.jit
-def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
+def decode_groups(codes, scale, exponent, levels, FORMAT: tl.constexpr):
     """Values of a tile; ``reference.decode_groups``."""
     base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     base = base_bits.to(tl.float32, bitcast=True)
@@ -227,7 +265,7 @@ def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
             # NaN where the group was not finite: its codes are zero
             values = tl.where(number == 0, base * 0.0, bits.to(tl.float32, bitcast=True))
     else:
-        values = _level(number, levels_ptr, FORMAT) * base
+        values = _level(number, levels, FORMAT) * base
     if FORMAT.signed:
         bits = values.to(tl.int32, bitcast=True) ^ (sign & -0x80000000)
         values = bits.to(tl.float32, bitcast=True)
@@ -290,7 +328,10 @@ def _unsigned_split(bits, largest, span, special, noise):
 
 @triton.jit
 def _level_below(ratio, FORMAT: tl.constexpr):
-    """Number of the level at or below ``ratio``, which is at least 2**-23, or next to that."""
+    """Number of the level at or below ``ratio``, which is at least 2**-23, or next to that.
+
+    In the dynamic map more by ``_ROUNDER_BITS``, of which the low byte is zero.
+    """
     LAST: tl.constexpr = FORMAT.num_levels - 2
     if FORMAT.spacing == "floating":
         # The bits of a number that has the exponents of E4M3.
@@ -312,23 +353,26 @@ def _level_below(ratio, FORMAT: tl.constexpr):
             z = tl.fma(ratio, exp2(decade), z)
         # Rounded half a level below what is meant, which never ends below zero.
         z = tl.minimum(z, LAST) + _ROUNDER
-        number = z.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+        number = z.to(tl.int32, bitcast=True)
+        if FORMAT.spacing == "linear":
+            number -= _ROUNDER_BITS
     return number
 
 
 @triton.jit
-def _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT: tl.constexpr):
-    """Codes without signs; ``reference._level_codes``."""
+def _level_codes(bits, scale_bits, special, levels, noise, FORMAT: tl.constexpr):
+    """Codes without signs, in the low byte; ``reference._level_codes``."""
     scale = scale_bits.to(tl.float32, bitcast=True)
     size = bits.to(tl.float32, bitcast=True)
     chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     chance = tl.minimum(chance, 1.0 - _LEAST_NOISE)
+    FIRST: tl.constexpr = _ROUNDER_BITS if FORMAT.spacing == "dynamic" else 0
     if FORMAT.signed:
         ratio = tl.maximum(size * reciprocal(scale), _LEAST_RATIO)
         number = _level_below(ratio, FORMAT)
-        low, high = _two_levels(number, levels_ptr, FORMAT)
+        low, high = _two_levels(number, levels, FORMAT)
         low = low * scale
-        chance = tl.maximum(chance, tl.where(number == 0, 0.5, _LEAST_NOISE))
+        chance = tl.maximum(chance, tl.where(number == FIRST, 0.5, _LEAST_NOISE))
         codes = number + (chance * (high * scale - low) < size - low).to(tl.int32)
     else:
         # The scale is a power of two: exact. What is raised is still below the first level above
@@ -336,7 +380,7 @@ def _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT: tl.conste
         ratio = size * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
         ratio = tl.maximum(ratio, _LEAST_RATIO)
         number = _level_below(ratio, FORMAT)
-        low, high = _two_levels(number, levels_ptr, FORMAT)
+        low, high = _two_levels(number, levels, FORMAT)
         chance = tl.maximum(chance, _LEAST_NOISE)
         upper = chance * ((high - low) * (ratio + low)) < (ratio - low) * (high + low)
         zeros = tl.where(special, 0x7FFFFFFF, _SMALLEST_BITS - 1)
@@ -373,7 +417,7 @@ def _with_signs(codes, x, special):
 
 
 @triton.jit
-def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
+def encode_groups(x, levels, noise, FORMAT: tl.constexpr):
     """Codes, scale bits and exponents of a tile; ``reference.encode_groups``."""
     bits = x.to(tl.int32, bitcast=True)
     if FORMAT.signed or _INTERPRETED:  # nothing else has a sign, not even a GPU's NaN
@@ -396,7 +440,7 @@ def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
     else:
         STEP: tl.constexpr = 0xFFFF if FORMAT.signed else 0x7FFFFF
         scale_bits = (safe + STEP) & (-STEP - 1)
-        codes = _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT)
+        codes = _level_codes(bits, scale_bits, special, levels, noise, FORMAT)
     codes = _with_signs(codes, x, special) if FORMAT.signed else codes.to(tl.uint8)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
     return codes, stored, exponent.to(tl.uint8)

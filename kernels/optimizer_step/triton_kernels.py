@@ -31,6 +31,7 @@ from lq_lightning.kernels.optimizer_step.triton_codes import (
     groups_of_lanes,
     inner_columns,
     lane_columns,
+    nearby_levels,
 )
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -167,19 +168,19 @@ def _widened(x):
 
 
 @triton.jit
-def _decode_state(stored, levels_ptr, FORMAT: tl.constexpr):
+def _decode_state(stored, levels, FORMAT: tl.constexpr):
     values = stored[0]
     if FORMAT.quantized:
-        values = decode_groups(stored[0], stored[1], stored[2], levels_ptr, FORMAT)
+        values = decode_groups(stored[0], stored[1], stored[2], levels, FORMAT)
     return values
 
 
 @triton.jit
-def _encode_state(x, exists, levels_ptr, word, STREAM: tl.constexpr, FORMAT: tl.constexpr):
+def _encode_state(x, exists, levels, word, STREAM: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT.quantized:
         x = tl.where(exists, x, 0.0)
         noise = element_noise(word, STREAM, x.shape[1])
-        stored = encode_groups(x, levels_ptr, noise, FORMAT)
+        stored = encode_groups(x, levels, noise, FORMAT)
     else:
         stored = (x, 0, 0)
     return stored
@@ -247,6 +248,8 @@ def optimizer_step_kernel(
     seed = tl.load(table + 13)
     seed_a, seed_b = seed.to(tl.int32), (seed >> 32).to(tl.int32)
     limit = tl.minimum(first_group + GROUPS, num_groups)
+    first_levels = nearby_levels(first_levels_ptr, FIRST)
+    second_levels = nearby_levels(second_levels_ptr, SECOND) if TWO else first_levels
     for start in range(first_group, limit, AT_ONCE):
         group = start + groups_of_lanes(AT_ONCE)
         inside = group < limit
@@ -259,8 +262,8 @@ def optimizer_step_kernel(
         v = _load_state(v_ptrs, group, offsets, exists, SECOND) if TWO else m
         p = _widened(tl.load(p_ptr + offsets, exists))
         g = _widened(tl.load(g_ptr + offsets, exists))
-        m = _decode_state(m, first_levels_ptr, FIRST)
-        v = _decode_state(v, second_levels_ptr, SECOND) if TWO else m
+        m = _decode_state(m, first_levels, FIRST)
+        v = _decode_state(v, second_levels, SECOND) if TWO else m
         p, m, v = _update(p, g, m, v, s, RULE)
         word = group_noise(seed_a, seed_b, noise_group + group)
         if STOCHASTIC:
@@ -268,10 +271,10 @@ def optimizer_step_kernel(
         else:
             p = round_output(p, P_DTYPE)
         tl.store(p_ptr + offsets, p, mask)
-        m = _encode_state(m, exists, first_levels_ptr, word, 1, FIRST)
+        m = _encode_state(m, exists, first_levels, word, 1, FIRST)
         _store_state(m, m_ptrs, group, offsets, mask, inside, FIRST)
         if TWO:
-            v = _encode_state(v, exists, second_levels_ptr, word, 2, SECOND)
+            v = _encode_state(v, exists, second_levels, word, 2, SECOND)
             _store_state(v, v_ptrs, group, offsets, mask, inside, SECOND)
 
 
