@@ -74,73 +74,63 @@ def tah_entropy_kernel(
     tl.store(entropy_ptr + unit, entropy, unit < units)
 
 
-@triton.jit
-def _load_keys(entropy_ptr, start, units, BLOCK: tl.constexpr):
-    """Bits of entropies, whose order as int32 is theirs; the largest int32 beyond the sequence."""
-    index = start + tl.arange(0, BLOCK)
-    return tl.load(section(entropy_ptr, 0, tl.int32) + index, index < units, 0x7FFFFFFF)
+@triton.jit(do_not_specialize=["low_units"])
+def tah_rank_kernel(
+    entropy_ptr, place_ptr, units, low_units, OWN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Mark by 1 which of ``OWN`` units are among the ``low_units`` lowest of their sequence.
 
-
-@triton.jit
-def _count_below(entropy_ptr, units, key, BLOCK: tl.constexpr):
-    below = tl.zeros((BLOCK,), tl.int32)
+    Of equal entropies the first are; ``reference.lowest``. Every unit is compared with all of its
+    sequence: many programs do so sooner than one finds the threshold between the two kinds.
+    """
+    programs = tl.cdiv(units, OWN)
+    sequence = tl.program_id(0) // programs
+    first = (tl.program_id(0) - sequence * programs) * OWN
+    unit = first + tl.arange(0, OWN)
+    start_of_sequence = tl.cast(sequence, tl.int64) * units
+    # the bits of entropies, whose order as int32 is theirs
+    source = section(entropy_ptr, 0, tl.int32) + start_of_sequence
+    key = tl.load(source + unit, unit < units, 0)
+    below = tl.zeros((OWN, BLOCK), tl.int32)
     for start in range(0, units, BLOCK):
-        below += (_load_keys(entropy_ptr, start, units, BLOCK) < key).to(tl.int32)
-    return tl.sum(below, axis=0)
-
-
-@triton.jit
-def _threshold(entropy_ptr, units, low_units, BLOCK: tl.constexpr):
-    """Key of rank ``low_units`` (from 1), bit by bit, and how many keys are below it."""
-    threshold = low_units * 0
-    for step in range(31):
-        candidate = threshold | (1 << (30 - step))
-        below = _count_below(entropy_ptr, units, candidate, BLOCK)
-        threshold = tl.where(below < low_units, candidate, threshold)
-    return threshold, _count_below(entropy_ptr, units, threshold, BLOCK)
+        index = start + tl.arange(0, BLOCK)
+        others = tl.load(source + index, index < units, 0x7FFFFFFF)
+        # Equal ones in an earlier block count: those are less than one more.
+        bound = key + (start + BLOCK <= first).to(tl.int32)
+        below += (others[None, :] < bound[:, None]).to(tl.int32)
+    index = first // BLOCK * BLOCK + tl.arange(0, BLOCK)
+    equal = tl.load(source + index, index < units, 0x7FFFFFFF)[None, :] == key[:, None]
+    below += (equal & (index[None, :] < unit[:, None])).to(tl.int32)
+    low = (tl.sum(below, axis=1) < low_units).to(tl.int32)
+    tl.store(place_ptr + start_of_sequence + unit, low, unit < units)
 
 
 @triton.jit(do_not_specialize=["low_units"])
 def tah_place_kernel(
-    entropy_ptr,
-    message_ptr,
-    place_ptr,
-    units,
-    low_units,
-    BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
+    message_ptr, place_ptr, units, low_units, BLOCK: tl.constexpr, RANKED: tl.constexpr
 ):
     """Places of the units of one sequence.
 
-    With ``RANK``, the ``low_units`` lowest entropies are INT3, of equal ones the first
-    (``reference.lowest``); else what the bits at ``message_ptr`` say.
+    INT3 are those that are marked at ``place_ptr`` with ``RANKED``, else what the bits at
+    ``message_ptr`` say.
     """
     sequence = tl.program_id(0).to(tl.int64)
-    entropy_ptr += sequence * units
-    threshold, missing = low_units * 0, low_units * 0
-    if RANK:
-        threshold, below = _threshold(entropy_ptr, units, low_units, BLOCK)
-        missing = low_units - below
     first_low = sequence.to(tl.int32) * low_units
     first_high = sequence.to(tl.int32) * (units - low_units)
-    equal_before, low_before = low_units * 0, low_units * 0
+    low_before = low_units * 0
     for start in range(0, units, BLOCK):
         index = start + tl.arange(0, BLOCK)
         inside = index < units
-        if RANK:
-            keys = _load_keys(entropy_ptr, start, units, BLOCK)
-            equal = ((keys == threshold) & inside).to(tl.int32)
-            chosen = (equal > 0) & (equal_before + tl.cumsum(equal, axis=0) <= missing)
-            low = ((keys < threshold) | chosen).to(tl.int32)
-            equal_before += tl.sum(equal, axis=0)
+        unit = sequence * units + index
+        if RANKED:
+            low = tl.load(place_ptr + unit, inside, 0)
         else:
-            unit = sequence * units + index
             bits = tl.load(message_ptr + unit // 8, inside, 255).to(tl.int32)
             low = ((bits >> (unit % 8).to(tl.int32)) & 1) ^ 1
         low_until = low_before + tl.cumsum(low, axis=0)
         high_index = first_high + index - low_until
         place = tl.where(low > 0, -first_low - low_until, high_index)
-        tl.store(place_ptr + sequence * units + index, place, inside)
+        tl.store(place_ptr + unit, place, inside)
         low_before += tl.sum(low, axis=0)
 
 
@@ -464,9 +454,12 @@ def tah_dequantize_kernel(
         tl.store(target, result, offsets < (tiles - first_tile) * TILE)
 
 
-# Values that a program reads at once for entropies, and units that it ranks at once.
+# Values that a program reads at once for entropies.
 _ENTROPY_BLOCK = 2048
-_RANK_BLOCK = 4096
+# Units that a program ranks, those that it compares them with at once, and its warps.
+_RANKED_UNITS, _RANK_BLOCK, _RANK_WARPS = 8, 1024, 8
+# Units that get their place at once.
+_PLACE_BLOCK = 4096
 # Of a sequence. More, as tiles often are, take one program longer than the operators of torch.
 _MANY_UNITS = 8192
 
@@ -520,11 +513,19 @@ def launch_places(
         return _places_of_many(entropies, message, layout, sequences, rank)
     places = torch.empty(layout.tokens, dtype=torch.int32, device=message.device)
     units = layout.tokens // sequences
-    block = min(triton.next_power_of_2(units), _RANK_BLOCK)
+    size = triton.next_power_of_2(units)
+    if rank:
+        tah_rank_kernel[(sequences * triton.cdiv(units, _RANKED_UNITS),)](
+            *(entropies, places, units, layout.low_per_sequence),
+            OWN=_RANKED_UNITS,
+            BLOCK=max(_RANKED_UNITS, min(size, _RANK_BLOCK)),
+            num_warps=_RANK_WARPS,
+        )
+    block = min(size, _PLACE_BLOCK)
     tah_place_kernel[(sequences,)](
-        *(entropies, message, places, units, layout.low_per_sequence),
+        *(message, places, units, layout.low_per_sequence),
         BLOCK=block,
-        RANK=rank,
+        RANKED=rank,
         num_warps=max(1, min(16, block // 256)),
     )
     return places

@@ -109,6 +109,7 @@ def test_ranks_of_many_units(
 
     monkeypatch.setattr(launch, "_MANY_UNITS", many)
     monkeypatch.setattr(launch, "_RANK_BLOCK", 64)
+    monkeypatch.setattr(launch, "_PLACE_BLOCK", 64)
     for share in (Fraction(1, 300), Fraction(1, 2), Fraction(299, 300)):
         fmt = TAHFormat(8, 4, share, False)
         layout = fmt.layout(2, 300, 8)
