@@ -61,12 +61,14 @@ class CheckpointedLM(CausalLM):
 class BitsAndBytesLM(CheckpointedLM):
     """The same with bitsandbytes' 8-bit AdamW."""
 
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the optimizer."""
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return the optimizer and its schedule."""
         from bitsandbytes.optim import AdamW8bit
 
-        c = self.optimizer_config
-        made: torch.optim.Optimizer = AdamW8bit(groups, lr=c.lr, betas=c.betas, eps=c.eps)
+        made, c = super().configure_optimizers(), self.optimizer_config
+        groups = [dict(group) for group in made["optimizer"].param_groups]
+        made["optimizer"] = AdamW8bit(groups, lr=c.lr, betas=c.betas, eps=c.eps)
+        made["lr_scheduler"]["scheduler"].optimizer = made["optimizer"]
         return made
 
 
@@ -137,6 +139,7 @@ _PLAIN = ("--trainer.callbacks=null",)
 _BF16 = ("--trainer.plugins=null", "--trainer.precision=bf16-true", *_PLAIN)
 VARIANTS: dict[str, tuple[type[CausalLM], tuple[str, ...]]] = {
     "ours": (CausalLM, ()),
+    "ours fp8-4bit": (CausalLM, (f"{_CODES}recipe=fp8-4bit",)),
     "offload": (CausalLM, (_MOVED,)),
     "offload auto": (CausalLM, (f"{_CODES}offload=auto",)),
     "offload fp8-4bit": (CausalLM, (_MOVED, f"{_CODES}recipe=fp8-4bit")),
@@ -258,7 +261,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="write a timeline of one step more here")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("options", nargs="*", help="behind `--`: options of examples/pretrain.py")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     warnings.filterwarnings("ignore")
     rows = [train(args)]
     if args.json and Path(args.json).is_file():

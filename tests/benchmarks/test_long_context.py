@@ -20,7 +20,7 @@ def test_rows_of_a_tiny_model(
     report = tmp_path / "report.json"
     for variant in ("checkpointing, offload", "save_on_cpu"):
         words = (variant, "--tiny", "--seq", "1024", "--warmup", "1", "--steps", "1")
-        run("long_context.py", *words, "--json", str(report))
+        run("long_context.py", *words, "--json", str(report), "--", "--seed_everything=1")
     first, second = json.loads(report.read_text())["results"]["rows"]
     assert first["tokens_per_s"] * first["step_s"] == pytest.approx(2 * 1024)  # two micro-batches
     assert first["last_loss"] == pytest.approx(6.25, abs=0.5)  # ln 512
