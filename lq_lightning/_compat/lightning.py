@@ -79,15 +79,23 @@ def use_own_sampling(trainer: Trainer) -> None:
 def replace_stop_check(
     trainer: Trainer,
     notify: Callable[[int, types.FrameType | None], None],
+    notify_requeue: Callable[[int, types.FrameType | None], None],
     check: Callable[[], None],
 ) -> bool:
-    """Replace Lightning's handler of SIGTERM, and what its loop does before a training batch.
+    """Replace Lightning's handlers of signals, and what its loop does before a training batch.
+
+    Lightning registers the second handler under SLURM with ``auto_requeue``, for the environment's
+    ``requeue_signal``; its own saves and requeues wherever the signal arrives.
 
     Returns:
-        Whether this version of Lightning has both; otherwise nothing is replaced.
+        Whether this version of Lightning has all three; otherwise nothing is replaced.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-    names = (connector, "_sigterm_notifier_fn", notify), (loop, "_broadcast_sigterm_tensor", check)
+    names = (
+        (connector, "_sigterm_notifier_fn", notify),
+        (connector, "_slurm_sigusr_handler_fn", notify_requeue),
+        (loop, "_broadcast_sigterm_tensor", check),
+    )
     if not all(hasattr(owner, name) for owner, name, _ in names):
         return False
     for owner, name, replacement in names:
@@ -114,6 +122,11 @@ def _link(
     if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
         replace(Path(linkpath), Path(filepath))
     trainer.strategy.barrier()
+
+
+def requeue_checkpoint_path(trainer: Trainer) -> str:
+    """A new name where ``fit`` without ``ckpt_path`` looks for a checkpoint under SLURM."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
 def note_sigterm(trainer: Trainer) -> None:

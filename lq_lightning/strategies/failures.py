@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from enum import IntEnum
 from itertools import count
+from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import FSDPModule
 
-from lq_lightning._compat.lightning import note_sigterm, replace_stop_check, trainer_of
+from lq_lightning._compat.lightning import (
+    note_sigterm,
+    replace_stop_check,
+    requeue_checkpoint_path,
+    trainer_of,
+)
 from lq_lightning._compat.torch import leave_note, meet, read_note
+from lq_lightning.checkpoint.files import replace_link
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
 
 # how long ranks may fail one after the other and still save together: a slow batch
 _TOGETHER = timedelta(seconds=60)
 _failures = count()
+# `scontrol` tries again for some seconds while the controller is busy
+_SCONTROL_S = 60
 # how long to look for another rank's note of its failure, once a collective has failed
 _LISTEN = timedelta(seconds=1)
 _runs = 0
@@ -64,6 +78,7 @@ class Failures:
     def __init__(self, strategy: ModelParallelStrategy) -> None:
         self._strategy = strategy
         self._stop_signal: StopSignal | None = None
+        self._requeue_after: SIGTERMException | None = None
         self.training_began = False
         self.why_not_saved: str | None = None
 
@@ -72,9 +87,10 @@ class Failures:
         global _runs
         _runs += 1
         self._stop_signal, self.training_began, self.why_not_saved = None, False, None
+        self._requeue_after = None
 
     def heed_stop_signal(self, trainer: Trainer, meet: Callable[[], bool] | None) -> None:
-        """Let all ranks stop together after SIGTERM; ``meet`` as in :class:`StopSignal`."""
+        """Let all ranks stop together after a signal; ``meet`` as in :class:`StopSignal`."""
         self._stop_signal = StopSignal(trainer, self._strategy.root_device, meet)
 
     def training_ends(self) -> None:
@@ -127,6 +143,69 @@ class Failures:
         if is_sharded:
             _explain_sharded_use(exception)
         self.tell_others(exception)
+        requeues = self._stop_signal is not None and self._stop_signal.requeues
+        if requeues and isinstance(exception, SIGTERMException):
+            self._save_for_requeue()
+            self._requeue_after = exception
+
+    def _save_for_requeue(self) -> None:
+        """Save what the next start continues from; all ranks call it, after the callbacks.
+
+        ``OnExceptionCheckpoint`` has done so: ``ckpt_path="last"`` and none at all find its file.
+        Otherwise the checkpoint goes where Lightning looks under SLURM without ``ckpt_path``, and
+        gets a name that ``"last"`` finds beside the files of ``ModelCheckpoint(save_last=True)``.
+        """
+        trainer = trainer_of(self._strategy.lightning_module)  # type: ignore[arg-type]
+        if trainer is None:
+            raise AssertionError("a run that is stopped has a Trainer")
+        if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        path = Path(self._strategy.broadcast(requeue_checkpoint_path(trainer)))
+        trainer.save_checkpoint(path)
+        for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else ():
+            if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath:
+                name = f"{callback.CHECKPOINT_NAME_LAST}-requeued{callback.FILE_EXTENSION}"
+                replace_link(Path(callback.dirpath, name), path)
+        rank_zero_info(f"saved `{path}`")
+
+    def requeue(self) -> None:
+        """Requeue the job of a run that was stopped for it, once saves are complete."""
+        stopped_by, self._requeue_after = self._requeue_after, None
+        if stopped_by is None or self.why_not_saved is not None or self._strategy.global_rank != 0:
+            return
+        job = _slurm_job()
+        refusal = requeue_slurm_job(job)
+        if refusal is None:
+            rank_zero_info(f"SLURM job {job} is requeued")
+            return
+        stopped_by.code = 1  # else SLURM takes the job for complete
+        rank_zero_warn(
+            f"SLURM did not requeue job {job}: {refusal}. The checkpoint is complete: submit the "
+            "job again. SLURM requeues batch jobs (`sbatch`) alone, and none with `--no-requeue`."
+        )
+
+
+def _slurm_job() -> str:
+    """What `scontrol` calls this job; one task of an array is a job of its own."""
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def requeue_slurm_job(job: str) -> str | None:
+    """Let SLURM stop a job and start it again later; returns why it refused, if it did."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    said = (done.stderr or done.stdout).strip()
+    return (said or f"scontrol exited with {done.returncode}") if done.returncode else None
 
 
 def is_lost_rank(error: BaseException) -> bool:
@@ -213,8 +292,18 @@ def _explain_sharded_use(error: BaseException) -> None:
     )
 
 
+class _Request(IntEnum):
+    """What a rank's signals ask for; of all ranks the greatest counts."""
+
+    NONE = 0
+    STOP = 1
+    REQUEUE = 2
+
+
 class StopSignal:
-    """Lets all ranks stop before the same training batch once any of them has received SIGTERM.
+    """Lets all ranks stop before the same training batch once any of them has received a signal.
+
+    That is SIGTERM, and under SLURM the one by which the job asks to be requeued.
 
     Lightning broadcasts a flag of rank 0 before every batch and waits for all work of the device to
     read it (its issue 21487): nothing is left to overlap with the next batch, and a signal on
@@ -226,8 +315,11 @@ class StopSignal:
 
     While a run trains, ``trainer.received_sigterm`` becomes true only when all ranks know.
 
+    Attributes:
+        requeues: Whether the run stops for its job to be requeued.
+
     Args:
-        trainer: Its signal handler and check are replaced for the run that it is setting up.
+        trainer: Its signal handlers and check are replaced for the run that it is setting up.
         device: Device of the default process group.
         meet: Whether all ranks may wait for each other before the next batch, the same on all.
     """
@@ -238,13 +330,15 @@ class StopSignal:
         self._trainer = trainer
         self._meet = meet
         self._device = device
-        self._requested = False
-        self._pending: Callable[[], bool] | None = None
+        self._shared = dist.is_initialized() and dist.get_world_size() > 1
+        self._requested = _Request.NONE
+        self.requeues = False
+        self._pending: Callable[[], int] | None = None
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and self._shared:
             # high priority: the host waits for this, so it must not queue behind a matrix product
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._in_use = replace_stop_check(trainer, self._notify, self._check)
+        self._in_use = replace_stop_check(trainer, self._notify, self._notify_requeue, self._check)
         if not self._in_use:
             rank_zero_warn(
                 "this version of Lightning has no check for SIGTERM that could be replaced: a "
@@ -256,46 +350,59 @@ class StopSignal:
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._requested:
             launcher.kill(signum)
-        self._requested = True
-        if self._trainer.state.fn != TrainerFn.FITTING:
-            rank_zero_info(f"[rank: {dist.get_rank()}] Received SIGTERM: {signum}")
+        self._requested = max(self._requested, _Request.STOP)
+        if not self._shared or self._trainer.state.fn != TrainerFn.FITTING:
+            rank = self._trainer.global_rank
+            rank_zero_info(f"[rank: {rank}] Received SIGTERM: {signum}")
             note_sigterm(self._trainer)
 
+    def _notify_requeue(self, signum: int, frame: FrameType | None) -> None:
+        """Handle the signal; SLURM sends it to all tasks, and to processes that they forked."""
+        self._requested = _Request.REQUEUE
+        if not self._shared and self._trainer.state.fn == TrainerFn.FITTING:
+            self.requeues = True
+            note_sigterm(self._trainer)  # Lightning's loop looks at it after each batch
+
     def _check(self) -> None:
-        if (self._meet is None or self._meet()) and self._agreed():
-            self._stop()
+        if (self._meet is None or self._meet()) and (request := self._agreed()):
+            self._stop(request)
 
     def finish(self) -> None:
         """Heed a signal that came after the last check of a run; all ranks call this."""
-        if self._in_use and self._start()():
-            self._stop()
+        if self._in_use and self._shared and (request := self._start()()):
+            self._stop(request)
 
-    def _stop(self) -> None:
+    def _stop(self, request: int) -> None:
+        """Stop as all ranks have agreed; a signal that comes now changes nothing any more."""
         note_sigterm(self._trainer)
         own = torch.tensor([int(self._requested)], device=self._device)
         flags = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(flags, own)
         signalled = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
+        self.requeues = request == _Request.REQUEUE
+        name, then = "SIGTERM", ""
+        if self.requeues:
+            name, then = _requeue_signal(self._trainer), ", save, and the job is requeued"
         rank_zero_info(
-            f"Received SIGTERM (rank {signalled} of {len(flags)}): all ranks stop after optimizer "
-            f"step {self._trainer.global_step}"
+            f"Received {name} (rank {signalled} of {len(flags)}): all ranks stop after optimizer "
+            f"step {self._trainer.global_step}{then}"
         )
         self._trainer.strategy.barrier("SIGTERM")
         raise SIGTERMException
 
-    def _agreed(self) -> bool:
-        """Whether to stop before this batch, the same on every rank."""
+    def _agreed(self) -> int:
+        """What to do before this batch, the same on every rank."""
         if self._stream is None or self._meet is not None:
             return self._start()()
         previous, self._pending = self._pending, self._start()
-        return previous is not None and previous()
+        return _Request.NONE if previous is None else previous()
 
-    def _start(self) -> Callable[[], bool]:
+    def _start(self) -> Callable[[], int]:
         """Start a reduction of all flags; calling the result waits for it."""
         if self._stream is None:
-            flag = torch.tensor([self._requested], dtype=torch.int32)
+            flag = torch.tensor([int(self._requested)], dtype=torch.int32)
             dist.all_reduce(flag, dist.ReduceOp.MAX)
-            return lambda: bool(flag.item())
+            return lambda: int(flag.item())
         result = torch.empty(1, dtype=torch.int32, pin_memory=True)
         # on this stream alone, so that the copy waits for the reduction and for nothing of the step
         with torch.cuda.stream(self._stream):
@@ -306,8 +413,14 @@ class StopSignal:
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
 
-        def read() -> bool:
+        def read() -> int:
             done.synchronize()
-            return bool(result.item())
+            return int(result.item())
 
         return read
+
+
+def _requeue_signal(trainer: Trainer) -> str:
+    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    asked = environment.requeue_signal if isinstance(environment, SLURMEnvironment) else None
+    return "a signal" if asked is None else asked.name

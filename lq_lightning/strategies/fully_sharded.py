@@ -371,8 +371,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             return
         if self.accelerator is None:
             raise AssertionError("the Trainer sets the accelerator before `setup`")
-        if shared:
-            self._failures.heed_stop_signal(trainer, self.meeting)
+        self._failures.heed_stop_signal(trainer, self.meeting)
         self.accelerator.setup(trainer)
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         with self._failures.explained():
@@ -400,6 +399,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             gather_over_data_ranks(self._require_module(), self.data_group())
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
+        self._failures.heed_stop_signal(trainer, None)
         use_own_sampling(trainer)
         initialize_meta_tensors(module, self.root_device)
         if self._options.units is not None or self._options.compile_units:
@@ -473,6 +473,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self.checkpoint_io.teardown()
         else:
             ParallelStrategy.teardown(self)
+        self._failures.requeue()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let ranks that need the same batches draw the same."""
