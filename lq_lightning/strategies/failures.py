@@ -208,6 +208,21 @@ def requeue_slurm_job(job: str) -> str | None:
     return (said or f"scontrol exited with {done.returncode}") if done.returncode else None
 
 
+def warn_of_stale_store() -> None:
+    """Warn where ranks that torchrun restarts would meet what the killed ones left in the store.
+
+    torchrun keeps one store for all starts (torch 2.13), whose keys are the same in each. A rank
+    may read the address of a killed one, and waits for it or fails.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        rank_zero_warn(
+            "after a restart by torchrun (`--max-restarts`) ranks may find addresses of killed "
+            "ones in its store, and hang or fail: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+            "environment of torchrun."
+        )
+
+
 def is_lost_rank(error: BaseException) -> bool:
     """Whether a collective failed because of another rank, judging by the backend's message."""
     ours = isinstance(error, dist.DistError) or (
