@@ -54,14 +54,16 @@ def _script(folder: Path, options: str, body: str) -> str:
 
 def _finish(cluster: Cluster, job: str, timeout: float) -> dict[str, str]:
     """Wait for a job, which SLURM would leave alone for two minutes after it was requeued."""
-    deadline = time.monotonic() + timeout
+    deadline, hurried = time.monotonic() + timeout, "0"
     while time.monotonic() < deadline:
         shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
         fields = dict(field.split("=", 1) for field in shown.split() if "=" in field)
         if fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
             return fields
-        if fields["JobState"] == "PENDING" and fields["Restarts"] != "0":
-            cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
+        if fields["JobState"] == "PENDING" and fields["Restarts"] != hurried:
+            hurried = fields["Restarts"]
+            # nodes refuse a start in the second in which they have ended the one before
+            cluster.run("scontrol", "update", f"jobid={fields['JobId']}", "starttime=now+3")
         time.sleep(1.0)
     raise TimeoutError(f"{fields}\n{cluster.logs()}")
 
