@@ -33,7 +33,7 @@ from lq_lightning._compat.lightning import (
     trainer_of,
 )
 from lq_lightning._compat.torch import leave_note, meet, read_note
-from lq_lightning.checkpoint.files import replace_link
+from lq_lightning.checkpoint.files import is_local, replace_link
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
 
 # how long ranks may fail one after the other and still save together: a slow batch
@@ -160,12 +160,13 @@ class Failures:
             raise AssertionError("a run that is stopped has a Trainer")
         if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             return
-        path = Path(self._strategy.broadcast(requeue_checkpoint_path(trainer)))
+        path = self._strategy.broadcast(requeue_checkpoint_path(trainer))
         trainer.save_checkpoint(path)
-        for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else ():
+        links = trainer.is_global_zero and is_local(path)
+        for callback in trainer.checkpoint_callbacks if links else ():
             if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath:
                 name = f"{callback.CHECKPOINT_NAME_LAST}-requeued{callback.FILE_EXTENSION}"
-                replace_link(Path(callback.dirpath, name), path)
+                replace_link(Path(callback.dirpath, name), Path(path))
         rank_zero_info(f"saved `{path}`")
 
     def requeue(self) -> None:
