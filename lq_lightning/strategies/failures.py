@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -41,6 +43,7 @@ _TOGETHER = timedelta(seconds=60)
 _failures = count()
 # `scontrol` tries again for some seconds while the controller is busy
 _SCONTROL_S = 60
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl.h
 # how long to look for another rank's note of its failure, once a collective has failed
 _LISTEN = timedelta(seconds=1)
 _runs = 0
@@ -207,6 +210,15 @@ def requeue_slurm_job(job: str) -> str | None:
         return str(error)
     said = (done.stderr or done.stdout).strip()
     return (said or f"scontrol exited with {done.returncode}") if done.returncode else None
+
+
+def end_with_torchrun() -> None:
+    """Send this process SIGTERM when the torchrun that started it dies.
+
+    Otherwise its ranks train on, and save beside those of a new start.
+    """
+    if dist.is_torchelastic_launched() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def warn_of_stale_store() -> None:

@@ -63,7 +63,12 @@ from lq_lightning.strategies.checks import (
     check_optimizer,
     check_start,
 )
-from lq_lightning.strategies.failures import Failures, is_lost_rank, warn_of_stale_store
+from lq_lightning.strategies.failures import (
+    Failures,
+    end_with_torchrun,
+    is_lost_rank,
+    warn_of_stale_store,
+)
 from lq_lightning.strategies.gradient_norm import GradientNorm
 from lq_lightning.strategies.options import (
     FSDPOptions,
@@ -320,6 +325,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self._launcher = launcher_where_it_runs(self, self._launcher)
 
     def _setup_distributed(self) -> None:
+        end_with_torchrun()
         warn_of_stale_store()
         # a single device does not reset the seed before training, so neither does one rank
         with isolate_rng() if self.world_size == 1 else nullcontext():

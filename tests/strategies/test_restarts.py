@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,3 +63,61 @@ def test_a_store_that_outlives_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.warns(UserWarning, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         warn_of_stale_store()
+
+
+ORPHANS = """
+import os, sys, time
+
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lq_testing.lightning_models import SMALL, TinyModule, loader, trainer
+
+from lq_lightning import QuantizedFSDPStrategy
+
+
+class Slow(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        with open(f"{sys.argv[1]}/pid{trainer.global_rank}", "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(0.2)
+
+
+run = trainer(
+    QuantizedFSDPStrategy(**SMALL), sys.argv[1], max_epochs=-1,
+    callbacks=[Slow(), OnExceptionCheckpoint(sys.argv[1])], enable_checkpointing=True,
+)
+run.fit(TinyModule(), loader())
+"""
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 90.0
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.slow
+def test_ranks_stop_and_save_when_torchrun_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else it dies with torchrun
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    script, log = tmp_path / "train.py", tmp_path / "log"
+    script.write_text(ORPHANS)
+    run = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with log.open("w") as out:
+        torchrun = subprocess.Popen([*run, str(script), str(tmp_path)], stdout=out, stderr=out)
+    try:
+        files = [tmp_path / f"pid{rank}" for rank in range(2)]
+        _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    pids = [int(file.read_text()) for file in files]
+    _wait_until(lambda: not any(_is_running(pid) for pid in pids))
+    assert (tmp_path / "on_exception.ckpt").is_dir(), log.read_text()

@@ -141,6 +141,7 @@ SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=5
 SelectType=select/linear
 ReturnToService=2
 KillWait=5
