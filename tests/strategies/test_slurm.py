@@ -12,6 +12,7 @@ from lq_testing.slurm import Cluster, has_slurm, slurm_cluster
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not has_slurm(), reason="SLURM is not installed (slurmctld, slurmd, srun)"),
 ]
 
