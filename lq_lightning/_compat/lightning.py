@@ -100,7 +100,20 @@ def replace_stop_check(
         return False
     for owner, name, replacement in names:
         setattr(owner, name, replacement)
+    if trainer.world_size == 1:  # Lightning checks after batches, also amid a validation
+
+        def advance(data_fetcher: Any) -> None:
+            check()
+            type(loop).advance(loop, data_fetcher)
+
+        loop.advance = advance  # type: ignore[method-assign]
     return True
+
+
+def is_between_steps(trainer: Trainer) -> bool:
+    """Before a batch: whether no gradients wait for further micro-batches."""
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return done % trainer.accumulate_grad_batches == 0
 
 
 def replace_checkpoint_links(trainer: Trainer, replace: Callable[[Path, Path], None]) -> None:

@@ -8,14 +8,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from itertools import count
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import FSDPModule
 
 from lq_lightning._compat.lightning import (
+    is_between_steps,
     note_sigterm,
     replace_stop_check,
     requeue_checkpoint_path,
@@ -44,6 +47,9 @@ _failures = count()
 # `scontrol` tries again for some seconds while the controller is busy
 _SCONTROL_S = 60
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl.h
+_UNHANDLED = None, signal.SIG_DFL, signal.SIG_IGN
+_JOB = "slurm_job"  # key of a checkpoint
+_REQUEUE_NAME = re.compile(r"hpc_ckpt_\d+\.ckpt")  # what Lightning looks for under SLURM
 # how long to look for another rank's note of its failure, once a collective has failed
 _LISTEN = timedelta(seconds=1)
 _runs = 0
@@ -82,6 +88,7 @@ class Failures:
         self._strategy = strategy
         self._stop_signal: StopSignal | None = None
         self._requeue_after: SIGTERMException | None = None
+        self._superseded: str | None = None
         self.training_began = False
         self.why_not_saved: str | None = None
 
@@ -90,11 +97,17 @@ class Failures:
         global _runs
         _runs += 1
         self._stop_signal, self.training_began, self.why_not_saved = None, False, None
-        self._requeue_after = None
+        self._requeue_after = self._superseded = None
 
     def heed_stop_signal(self, trainer: Trainer, meet: Callable[[], bool] | None) -> None:
         """Let all ranks stop together after a signal; ``meet`` as in :class:`StopSignal`."""
         self._stop_signal = StopSignal(trainer, self._strategy.root_device, meet)
+
+    def training_begins(self) -> None:
+        """Note that there is something to continue from here on."""
+        self.training_began = True
+        if self._stop_signal is not None:
+            self._stop_signal.begin()
 
     def training_ends(self) -> None:
         """Stop all ranks after a signal that no batch followed."""
@@ -146,8 +159,8 @@ class Failures:
         if is_sharded:
             _explain_sharded_use(exception)
         self.tell_others(exception)
-        requeues = self._stop_signal is not None and self._stop_signal.requeues
-        if requeues and isinstance(exception, SIGTERMException):
+        stop = self._stop_signal
+        if stop is not None and stop.requeues and isinstance(exception, SIGTERMException):
             self._save_for_requeue()
             self._requeue_after = exception
 
@@ -161,24 +174,28 @@ class Failures:
         trainer = trainer_of(self._strategy.lightning_module)  # type: ignore[arg-type]
         if trainer is None:
             raise AssertionError("a run that is stopped has a Trainer")
+        path = self._strategy.broadcast(requeue_checkpoint_path(trainer))
+        folder, before = os.path.split(trainer.ckpt_path or "")
+        if folder == os.path.dirname(path) and _REQUEUE_NAME.fullmatch(before):
+            self._superseded = trainer.ckpt_path  # Lightning would prefer it to other checkpoints
         if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             return
-        path = self._strategy.broadcast(requeue_checkpoint_path(trainer))
         trainer.save_checkpoint(path)
-        links = trainer.is_global_zero and is_local(path)
+        links = trainer.is_global_zero and is_local(path) and self.why_not_saved is None
         for callback in trainer.checkpoint_callbacks if links else ():
             if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath:
                 name = f"{callback.CHECKPOINT_NAME_LAST}-requeued{callback.FILE_EXTENSION}"
                 replace_link(Path(callback.dirpath, name), Path(path))
-        rank_zero_info(f"saved `{path}`")
 
     def requeue(self) -> None:
         """Requeue the job of a run that was stopped for it, once saves are complete."""
         stopped_by, self._requeue_after = self._requeue_after, None
         if stopped_by is None or self.why_not_saved is not None or self._strategy.global_rank != 0:
             return
+        if self._superseded is not None:
+            self._strategy.remove_checkpoint(self._superseded)
         job = _slurm_job()
-        refusal = requeue_slurm_job(job)
+        refusal = _requeue(job)
         if refusal is None:
             rank_zero_info(f"SLURM job {job} is requeued")
             return
@@ -196,20 +213,41 @@ def _slurm_job() -> str:
     return os.environ.get("SLURM_JOB_ID", "")
 
 
-def requeue_slurm_job(job: str) -> str | None:
+def _requeue(job: str) -> str | None:
     """Let SLURM stop a job and start it again later; returns why it refused, if it did."""
+    command = ["scontrol", "requeue", job]
     try:
         done = subprocess.run(
-            ["scontrol", "requeue", job],
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_S,
-            check=False,
+            command, capture_output=True, text=True, timeout=_SCONTROL_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     said = (done.stderr or done.stdout).strip()
     return (said or f"scontrol exited with {done.returncode}") if done.returncode else None
+
+
+def sign(checkpoint: dict[str, Any]) -> None:
+    """Note in a checkpoint which SLURM job saves it."""
+    if job := _slurm_job():
+        checkpoint[_JOB] = job
+
+
+def check_signature(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse what Lightning finds in ``default_root_dir`` if another job saved it there.
+
+    A job that is submitted again continues from the one before. A requeued one has its own.
+
+    Raises:
+        ValueError: Two jobs, or two tasks of an array, save in one folder.
+    """
+    job, saved = _slurm_job(), checkpoint.get(_JOB)
+    if not job or saved in (None, job) or not _REQUEUE_NAME.fullmatch(os.path.basename(path)):
+        return
+    if "SLURM_RESTART_COUNT" in os.environ or saved.partition("_")[2] != job.partition("_")[2]:
+        raise ValueError(
+            f"`{path}` was saved by SLURM job {saved}, and this is job {job}: both save in the "
+            "same `default_root_dir`. Give each a folder of its own."
+        )
 
 
 def end_with_torchrun() -> None:
@@ -331,7 +369,9 @@ class _Request(IntEnum):
 class StopSignal:
     """Lets all ranks stop before the same training batch once any of them has received a signal.
 
-    That is SIGTERM, and under SLURM the one by which the job asks to be requeued.
+    That is SIGTERM, or the signal before the time limit of a SLURM job, after which the job is
+    requeued. A requeued run continues bit for bit, so it stops only between optimizer steps, and a
+    run that has reached its end is not requeued.
 
     Lightning broadcasts a flag of rank 0 before every batch and waits for all work of the device to
     read it (its issue 21487): nothing is left to overlap with the next batch, and a signal on
@@ -359,7 +399,7 @@ class StopSignal:
         self._meet = meet
         self._device = device
         self._shared = dist.is_initialized() and dist.get_world_size() > 1
-        self._requested = _Request.NONE
+        self._requested = self._agreed_on = _Request.NONE
         self.requeues = False
         self._pending: Callable[[], int] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -372,6 +412,18 @@ class StopSignal:
                 "this version of Lightning has no check for SIGTERM that could be replaced: a "
                 "signal on one rank may leave the others waiting for it."
             )
+        if (signum := _requeue_signal(trainer)) and signal.getsignal(signum) not in _UNHANDLED:
+            rank_zero_warn(
+                f"this process has a handler of {signum.name} already, which stays: the signal "
+                "does not stop training, and the SLURM job is not requeued."
+            )
+
+    def begin(self) -> None:
+        """Listen under torchrun inside of a SLURM job, where Lightning does not."""
+        signum = _requeue_signal(self._trainer) if dist.is_torchelastic_launched() else None
+        in_main = threading.current_thread() is threading.main_thread()
+        if signum and in_main and self._in_use and signal.getsignal(signum) in _UNHANDLED:
+            signal.signal(signum, self._notify_requeue)  # Lightning restores what was before
 
     def _notify(self, signum: int, frame: FrameType | None) -> None:
         """Handle the signal; a handler may run anywhere, so it starts no collective."""
@@ -379,7 +431,7 @@ class StopSignal:
         if launcher is not None and not self._requested:
             launcher.kill(signum)
         self._requested = max(self._requested, _Request.STOP)
-        if not self._shared or self._trainer.state.fn != TrainerFn.FITTING:
+        if self._trainer.state.fn != TrainerFn.FITTING:
             rank = self._trainer.global_rank
             rank_zero_info(f"[rank: {rank}] Received SIGTERM: {signum}")
             note_sigterm(self._trainer)
@@ -387,30 +439,38 @@ class StopSignal:
     def _notify_requeue(self, signum: int, frame: FrameType | None) -> None:
         """Handle the signal; SLURM sends it to all tasks, and to processes that they forked."""
         self._requested = _Request.REQUEUE
-        if not self._shared and self._trainer.state.fn == TrainerFn.FITTING:
-            self.requeues = True
-            note_sigterm(self._trainer)  # Lightning's loop looks at it after each batch
 
     def _check(self) -> None:
-        if (self._meet is None or self._meet()) and (request := self._agreed()):
-            self._stop(request)
+        if self._meet is None or self._meet():
+            self._agreed_on = max(self._agreed_on, self._agreed())
+        if self._agreed_on and (
+            self._agreed_on != _Request.REQUEUE or is_between_steps(self._trainer)
+        ):
+            self._stop()
 
     def finish(self) -> None:
         """Heed a signal that came after the last check of a run; all ranks call this."""
-        if self._in_use and self._shared and (request := self._start()()):
-            self._stop(request)
+        if self._in_use:
+            self._agreed_on = max(self._agreed_on, self._start()())
+        if self._agreed_on == _Request.STOP:
+            self._stop()
+        elif self._agreed_on:
+            rank_zero_info("training has reached its end, so the SLURM job is not requeued")
 
-    def _stop(self, request: int) -> None:
+    def _stop(self) -> None:
         """Stop as all ranks have agreed; a signal that comes now changes nothing any more."""
         note_sigterm(self._trainer)
         own = torch.tensor([int(self._requested)], device=self._device)
-        flags = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(flags, own)
+        flags = [own]
+        if self._shared:
+            flags = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(flags, own)
         signalled = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
-        self.requeues = request == _Request.REQUEUE
         name, then = "SIGTERM", ""
+        self.requeues = self._agreed_on == _Request.REQUEUE
         if self.requeues:
-            name, then = _requeue_signal(self._trainer), ", save, and the job is requeued"
+            signum = _requeue_signal(self._trainer)
+            name, then = signum.name if signum else "a signal", ", save, and the job is requeued"
         rank_zero_info(
             f"Received {name} (rank {signalled} of {len(flags)}): all ranks stop after optimizer "
             f"step {self._trainer.global_step}{then}"
@@ -429,7 +489,8 @@ class StopSignal:
         """Start a reduction of all flags; calling the result waits for it."""
         if self._stream is None:
             flag = torch.tensor([int(self._requested)], dtype=torch.int32)
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            if self._shared:
+                dist.all_reduce(flag, dist.ReduceOp.MAX)
             return lambda: int(flag.item())
         result = torch.empty(1, dtype=torch.int32, pin_memory=True)
         # on this stream alone, so that the copy waits for the reduction and for nothing of the step
@@ -448,7 +509,11 @@ class StopSignal:
         return read
 
 
-def _requeue_signal(trainer: Trainer) -> str:
-    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-    asked = environment.requeue_signal if isinstance(environment, SLURMEnvironment) else None
-    return "a signal" if asked is None else asked.name
+def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
+    """The signal before the time limit of a SLURM job; None where it is left alone."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if not isinstance(environment, SLURMEnvironment):
+        in_job = dist.is_torchelastic_launched() and "SLURM_JOB_ID" in os.environ
+        return signal.SIGUSR1 if in_job else None
+    asked = environment.requeue_signal if environment.auto_requeue else None
+    return None if asked is None else signal.Signals(asked)

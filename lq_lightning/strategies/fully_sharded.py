@@ -65,8 +65,10 @@ from lq_lightning.strategies.checks import (
 )
 from lq_lightning.strategies.failures import (
     Failures,
+    check_signature,
     end_with_torchrun,
     is_lost_rank,
+    sign,
     warn_of_stale_store,
 )
 from lq_lightning.strategies.gradient_norm import GradientNorm
@@ -677,6 +679,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             return
         if self._agreement is not None:
             self._agreement.finish()  # gradients of other parameters must not get into a file
+        sign(checkpoint)
         self._checkpointer.save(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -700,7 +703,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint file or directory, see :meth:`Checkpointer.load`."""
-        return self._checkpointer.load(checkpoint_path, weights_only)
+        checkpoint = self._checkpointer.load(checkpoint_path, weights_only)
+        check_signature(checkpoint_path, checkpoint)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model's state now, or once the model is sharded."""
@@ -755,7 +760,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def on_train_start(self) -> None:
         """Note that there is something to continue from here on."""
-        self._failures.training_began = True
+        self._failures.training_begins()
         self._gather_metrics()
 
     def on_train_end(self) -> None:

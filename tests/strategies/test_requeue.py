@@ -142,7 +142,7 @@ def _is_refused(rank: int, world_size: int, root: str) -> None:
     assert len(first + rest) == 10
     assert len(_calls(root)) == 1
     os.environ["PATH"] = ""
-    refusal = failures.requeue_slurm_job("1")
+    refusal = failures._requeue("1")
     assert refusal is not None
     assert "scontrol" in refusal
 
