@@ -140,8 +140,8 @@ TaskPlugin=task/none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
-SchedulerType=sched/builtin
-SchedulerParameters=sched_interval=5
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=5,bf_interval=5
 SelectType=select/linear
 ReturnToService=2
 KillWait=5
