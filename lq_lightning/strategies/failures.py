@@ -88,7 +88,7 @@ class Failures:
         self._strategy = strategy
         self._stop_signal: StopSignal | None = None
         self._requeue_after: SIGTERMException | None = None
-        self._superseded: str | None = None
+        self._superseded: str | Path | None = None
         self.training_began = False
         self.why_not_saved: str | None = None
 
@@ -399,7 +399,8 @@ class StopSignal:
         self._meet = meet
         self._device = device
         self._shared = dist.is_initialized() and dist.get_world_size() > 1
-        self._requested = self._agreed_on = _Request.NONE
+        self._requested = _Request.NONE
+        self._agreed_on: int = _Request.NONE
         self.requeues = False
         self._pending: Callable[[], int] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -419,10 +420,10 @@ class StopSignal:
             )
 
     def begin(self) -> None:
-        """Listen under torchrun inside of a SLURM job, where Lightning does not."""
-        signum = _requeue_signal(self._trainer) if dist.is_torchelastic_launched() else None
+        """Listen where Lightning does not: under torchrun, or where the signal is ignored."""
+        signum = _requeue_signal(self._trainer) if self._in_use else None
         in_main = threading.current_thread() is threading.main_thread()
-        if signum and in_main and self._in_use and signal.getsignal(signum) in _UNHANDLED:
+        if signum and in_main and signal.getsignal(signum) in _UNHANDLED:
             signal.signal(signum, self._notify_requeue)  # Lightning restores what was before
 
     def _notify(self, signum: int, frame: FrameType | None) -> None:
@@ -441,10 +442,11 @@ class StopSignal:
         self._requested = _Request.REQUEUE
 
     def _check(self) -> None:
-        if self._meet is None or self._meet():
-            self._agreed_on = max(self._agreed_on, self._agreed())
-        if self._agreed_on and (
-            self._agreed_on != _Request.REQUEUE or is_between_steps(self._trainer)
+        if self._meet is not None and not self._meet():
+            return
+        self._agreed_on = max(self._agreed_on, self._agreed())
+        if self._agreed_on == _Request.STOP or (
+            self._agreed_on and is_between_steps(self._trainer)
         ):
             self._stop()
 

@@ -386,8 +386,21 @@ def test_signals_are_heeded_where_nodes_meet(monkeypatch: pytest.MonkeyPatch) ->
     device = torch.device("cpu")
     stop = StopSignal(pl.Trainer(logger=False, accelerator="cpu"), device, lambda: next(meets))
     started: list[bool] = []
-    monkeypatch.setattr(stop, "_start", lambda: lambda: started.append(True))
+    monkeypatch.setattr(stop, "_start", lambda: lambda: started.append(True) or 0)
     stop._stream = object()  # type: ignore[assignment]
     for _ in range(3):
         stop._check()
     assert started == [True]
+
+
+def test_a_requeue_waits_until_nodes_meet_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pl.Trainer(logger=False, accelerator="cpu", accumulate_grad_batches=2)
+    meets = iter((True, False, True))
+    stop = StopSignal(run, torch.device("cpu"), lambda: next(meets))
+    stop._notify_requeue(0, None)
+    stopped: list[int] = []
+    monkeypatch.setattr(stop, "_stop", lambda: stopped.append(ready))
+    for ready in (1, 2, 4):
+        run.fit_loop.epoch_loop.batch_progress.current.ready = ready
+        stop._check()
+    assert stopped == [4]
