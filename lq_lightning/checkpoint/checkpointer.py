@@ -36,7 +36,13 @@ ALL_RANKS = RankGroup()  # write and read one checkpoint together
 _SOURCE, _PATH = "_sharded_checkpoint", "_checkpoint_path"
 EXTRA = "lq_lightning"  # key of this package's own entry in a checkpoint
 # Kinds of tensors by parameter name in that entry; folders call "tensors" "replica".
-EXTRA_TENSORS = {"replica": "tensors", "velocity": "velocity", "anchor": "anchor"}
+AVERAGE = "average"  # kind of tensors that replace weights in evaluations
+EXTRA_TENSORS = {
+    "replica": "tensors",
+    "velocity": "velocity",
+    "anchor": "anchor",
+    AVERAGE: AVERAGE,
+}
 _BEFORE_TRAINING = (
     "the checkpoint was saved before training began, as by a run that failed at its start, and "
     "holds no state of an optimizer. There is nothing to continue from: delete it, and start "
@@ -117,7 +123,10 @@ class _Part(Protocol):
 
     @property
     def tensor_kinds(self) -> tuple[str, ...]: ...
+    @property
+    def weight_kinds(self) -> tuple[str, ...]: ...
     def on_weights_loaded(self) -> None: ...
+    def load_weights(self, tensors: Mapping[str, Mapping[str, Any]]) -> None: ...
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]: ...
     def load_extra_state(
         self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
@@ -322,6 +331,7 @@ class Checkpointer:
                 state.load_model(module, checkpoint["state_dict"], strict, ALL_RANKS)
         for part in self._parts:
             part.on_weights_loaded()
+            part.load_weights(_read_kinds(module, checkpoint, part.weight_kinds))
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of all optimizers, then this package's own entry."""
@@ -333,8 +343,8 @@ class Checkpointer:
         module = layout.module
         show_shards(module)
         source = checkpoint.get(_SOURCE)
-        extra = dict(checkpoint.get(EXTRA, {}))
-        whole = {kind: extra.pop(key, {}) for kind, key in EXTRA_TENSORS.items()}
+        saved_extra = checkpoint.get(EXTRA, {})
+        extra = {k: v for k, v in saved_extra.items() if k not in EXTRA_TENSORS.values()}
         kept = source.keys_under("optimizer_0") if source else checkpoint["optimizer_states"]
         needed = checkpoint["global_step"] == 0 and any(o.state_dict() for o in strategy.optimizers)
         if needed and not kept:
@@ -353,14 +363,24 @@ class Checkpointer:
         copies = extra.get("copies", [extra])
         values = copies[layout.replica_group % len(copies)]
         for part in self._parts:
-            tensors: dict[str, dict[str, Any]] = {}
-            # each kind is loaded by a collective, so in one order on all ranks
-            for kind in part.tensor_kinds if isinstance(module, FSDPModule) else ():
-                if source is not None:
-                    tensors[kind] = state.load_sharded_like(module, source, kind)
-                else:
-                    tensors[kind] = state.load_like(module, whole[kind])
-            part.load_extra_state(values, tensors)
+            kinds = part.tensor_kinds if isinstance(module, FSDPModule) else ()
+            part.load_extra_state(values, _read_kinds(module, checkpoint, kinds))
+
+
+def _read_kinds(
+    module: nn.Module, checkpoint: Mapping[str, Any], kinds: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Read kinds of tensors, sharded like the parameters; all ranks call it.
+
+    Each kind is loaded by a collective, so in one order on all ranks.
+    """
+    source, whole = checkpoint.get(_SOURCE), checkpoint.get(EXTRA, {})
+    return {
+        kind: state.load_like(module, whole.get(EXTRA_TENSORS[kind], {}))
+        if source is None
+        else state.load_sharded_like(module, source, kind)
+        for kind in kinds
+    }
 
 
 def is_replica_key(key: object) -> bool:

@@ -4,8 +4,9 @@
 that ``load_from_checkpoint``, ``trainer.fit(ckpt_path=...)`` and ``torch.load(weights_only=True)``
 read without this package; ``--format safetensors --prefix model.`` writes only the weights of
 ``self.model``, named as in that model, for Hugging Face's ``from_pretrained`` and other programs.
-Tied weights are written once. Tensors of a folder pass through files beside the output, so that no
-model has to fit into memory.
+Tied weights are written once. ``--averaged`` takes the averages of the callback ``EMA`` for the
+weights, and leaves out what only the continued run needs. Tensors of a folder pass through files
+beside the output, so that no model has to fit into memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ import torch
 from torch import Tensor
 
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
-from lq_lightning.checkpoint.checkpointer import EXTRA, EXTRA_TENSORS, TIES, is_replica_key
+from lq_lightning.checkpoint.checkpointer import (
+    AVERAGE,
+    EXTRA,
+    EXTRA_TENSORS,
+    TIES,
+    is_replica_key,
+)
 from lq_lightning.checkpoint.files import is_sharded_checkpoint, write_in_place
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
@@ -32,6 +39,8 @@ from lq_lightning.checkpoint.state import by_position
 from lq_lightning.foundation.parameters import clean_name
 
 __all__ = ["consolidate_checkpoint", "main"]
+
+_OF_THE_RUN = ("callbacks", "loops", "lr_schedulers", "optimizer_states", EXTRA)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +54,7 @@ def consolidate_checkpoint(
     prefix: str = "",
     weights_only: bool | None = None,
     verify: bool = True,
+    averaged: bool = False,
 ) -> None:
     """Write a sharded (or full) checkpoint as one file. Needs no process group and no GPU.
 
@@ -56,6 +66,8 @@ def consolidate_checkpoint(
         weights_only: As in ``torch.load``; ``None`` means ``True``.
         verify: Compare the files with their checksums. A Lightning checkpoint holds the checksums
             of its records, safetensors have none.
+        averaged: Write the averages of the callback ``EMA`` in place of the weights they are of,
+            and leave out the state of the run, such as that of optimizers.
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
@@ -80,7 +92,9 @@ def consolidate_checkpoint(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if opened is not None:
-            content = _read_sharded(opened, format == "lightning", target.parent)
+            content = _read_sharded(opened, format == "lightning", averaged, target.parent)
+        if averaged:
+            content = _with_averages(content, source)
         if format == "lightning":
             AtomicCheckpointIO().save_checkpoint(content, target)
         else:
@@ -101,12 +115,38 @@ def _check_output(target: Path, source: Path) -> None:
         raise ValueError(f"`output={target}` is a directory: give the name of a file in it.")
 
 
-def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool, folder: Path) -> dict[str, Any]:
+def _with_averages(content: dict[str, Any], source: Path) -> dict[str, Any]:
+    """A checkpoint whose weights are its averages, without the state of the run."""
+    averages = content.get(EXTRA, {}).get(AVERAGE)
+    if not averages:
+        raise ValueError(
+            f"`{source}` holds no averages: it was saved without the callback "
+            "`lq_lightning.callbacks.EMA`, before its first update, or with weights only."
+        )
+    state = content["state_dict"]
+    by_place = {  # of weights, as tied ones have one average
+        state[key].data_ptr(): averages[clean_name(key)].to(state[key].dtype)
+        for key in state
+        if clean_name(key) in averages and state[key].numel()
+    }
+
+    def average(value: Any) -> Any:
+        return by_place.get(value.data_ptr(), value) if isinstance(value, Tensor) else value
+
+    kept = {k: v for k, v in content.items() if k not in _OF_THE_RUN}
+    return {**kept, "state_dict": {key: average(value) for key, value in state.items()}}
+
+
+def _read_sharded(
+    checkpoint: ShardedCheckpoint, everything: bool, averaged: bool, folder: Path
+) -> dict[str, Any]:
     """Read a folder into memory-mapped, unlinked files in ``folder``."""
     ties = _read_ties(checkpoint)
 
     def is_wanted(path: tuple[Any, ...]) -> bool:
-        if everything:
+        if averaged and path[0] == AVERAGE:
+            return True
+        if everything and not averaged:
             return path[0] != TIES and not is_replica_key(path[0]) and path not in ties
         return path[0] in ("state_dict", "model") and path not in ties
 
@@ -211,6 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scope = "everything for Lightning, or only the weights as safetensors (default: %(default)s)"
     add("--format", choices=get_args(OutputFormat), default="lightning", help=scope)
     add("--prefix", default="", help="keep only weights whose name starts so, and cut it off")
+    averages = "take the averages of the callback EMA for the weights"
+    add("--averaged", action="store_true", help=averages)
     objects = "also load arbitrary Python objects, which can run code; only for what you trust"
     add("--no-weights-only", action="store_true", help=objects)
     add("--no-verify", action="store_true", help="do not compare with the checksums first")
@@ -223,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.prefix,
             weights_only=False if options.no_weights_only else None,
             verify=not options.no_verify,
+            averaged=options.averaged,
         )
     except (OSError, ValueError, ModuleNotFoundError, pickle.UnpicklingError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")

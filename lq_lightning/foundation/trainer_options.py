@@ -10,6 +10,7 @@ from typing import Any
 _PACKAGE = "lq_lightning."
 # why a Trainer has one, and what to do with two; classes by name, as they are imported later
 _ONE_EACH = {
+    "EMA": "checkpoints have room for one average: keep one of them",
     "AdaptiveBits": "all sites share one mean: give one the sites of both",
     "QuantizedPrecision": "a run has one precision: give one the options of both",
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -195,11 +196,11 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            args = "" if isinstance(callback, EMAWeightAveraging) else "decay=None"
             raise NotImplementedError(
                 f"the callback `{name}` copies the whole module, and saves its copy as if it were "
-                "whole, which a module that is sharded or cut into stages does not allow. Allowed: "
-                "one rank, or a callback that averages what this rank has (`module.parameters()`) "
-                "after each step."
+                "whole, which a module that is sharded or cut into stages does not allow. Use "
+                f"`lq_lightning.callbacks.EMA({args})`, which averages the shards, or one rank."
             )
         if isinstance(callback, ModelPruning):
             raise NotImplementedError(

@@ -55,6 +55,7 @@ from lq_lightning.foundation.agreement import broadcast_module_states
 from lq_lightning.foundation.groups import prepare_groups, shared_mesh
 from lq_lightning.foundation.meta_start import check_values, initialize_meta_tensors
 from lq_lightning.foundation.reporting import QuantizationReport
+from lq_lightning.foundation.strategy_part import StrategyPart
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import (
     check_callbacks,
@@ -81,7 +82,6 @@ from lq_lightning.strategies.options import (
 from lq_lightning.strategies.parts import (
     OptimizerSteps,
     QuantizedCollectives,
-    StrategyPart,
     remember,
     sharded,
 )
@@ -337,6 +337,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Start the process group and the device mesh, once."""
         if self.world_size > 1 or self._tensor.size > 1:
             self.topology()
+            # before they copy the whole model
+            check_callbacks(self._require_module().trainer.callbacks)  # type: ignore[attr-defined]
         self._failures.begin_run()
         check_device(self, synchronizes_layers=self._layer_sync is not None)
         self._checkpointer.begin_run()

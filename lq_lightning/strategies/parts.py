@@ -29,6 +29,7 @@ from lq_lightning.data_parallel import (
     quantize_communication,
 )
 from lq_lightning.foundation.checks import check_choice, counted
+from lq_lightning.foundation.strategy_part import StrategyPart
 from lq_lightning.strategies.options import (
     FSDPOptions,
     GradientName,
@@ -37,40 +38,6 @@ from lq_lightning.strategies.options import (
     warn_without_effect,
 )
 from lq_lightning.strategies.sharding import ShardedModule
-
-
-class StrategyPart:
-    """A part of a strategy; its hooks run on all ranks and do nothing by default.
-
-    Attributes:
-        tensor_kinds: Kinds of tensors that :meth:`load_extra_state` wants from a checkpoint.
-    """
-
-    tensor_kinds: tuple[str, ...] = ()
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before forward, backward and the update."""
-
-    def after_optimizer_step(self, stepped: bool) -> None:
-        """Called after every optimizer step; ``stepped`` is False if it was skipped."""
-
-    def on_step_error(self) -> None:
-        """Called after an error in a step method or backward, before FSDP2's state is reset."""
-
-    def before_save(self) -> None:
-        """Called before all ranks save a state together."""
-
-    def on_weights_loaded(self) -> None:
-        """Called after a checkpoint has replaced the weights."""
-
-    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Plain values for a checkpoint, and DTensors by kind and parameter."""
-        return {}, {}
-
-    def load_extra_state(
-        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Restore what :meth:`extra_state` returned; tensors are sharded for this world size."""
 
 
 def warn_on_first(group: dist.ProcessGroup | None, message: str) -> None:

@@ -34,10 +34,11 @@ from lq_lightning.foundation.checks import counted
 from lq_lightning.foundation.groups import RankGroups, shared_mesh, shared_split, world_group
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.reporting import QuantizationReport
+from lq_lightning.foundation.strategy_part import StrategyPart
 from lq_lightning.strategies.failures import Failures
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
-from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
+from lq_lightning.strategies.parts import QuantizedCollectives
 
 NODE, SHARD = "node", DATA  # axes of the mesh where nodes train alone
 

@@ -23,10 +23,11 @@ from lq_lightning._compat.tensor_parallel import (
 )
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_gather_flat
+from lq_lightning.foundation.strategy_part import StrategyPart
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.kernels.checksum import checksums
 from lq_lightning.strategies.options import FSDPOptions
-from lq_lightning.strategies.parts import QuantizedCollectives, StrategyPart
+from lq_lightning.strategies.parts import QuantizedCollectives
 from lq_lightning.strategies.same_batches import BatchCheck, align_random_numbers
 
 # Difference of a rank's gradient from the mean over ranks, relative to the mean. Equal computations

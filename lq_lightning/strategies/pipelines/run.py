@@ -25,6 +25,7 @@ from lq_lightning._compat.saved_tensors import hasten_casts, let_go_of_casts, ve
 from lq_lightning._compat.tensor_parallel import plain_loss
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
+from lq_lightning.foundation.strategy_part import StrategyPart
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
 from lq_lightning.pipeline.boundary_widths import BoundaryWidths, MixedCodec, boundaries_between
@@ -35,7 +36,6 @@ from lq_lightning.pipeline.partition import StageModule, kept_stages
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators, mixed_seed
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies.parts import StrategyPart
 from lq_lightning.strategies.pipelines.logs import (
     LogRecorder,
     OutcomeBroadcast,
