@@ -162,11 +162,21 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
     timeout = group_timeout(dist.group.WORLD, torch.device(mesh.device_type))
     if timeout is None:
         return
+    for dim in range(mesh.ndim):
+        _set_timeout(timeout, mesh.get_group(dim))
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Change the timeout of all process groups, and of those that are made like them later."""
+    for group in list(distributed_c10d._world.pg_map):
+        _set_timeout(timeout, group)
+
+
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     set_timeout = getattr(dist, "set_timeout", None)  # newer torch
     if set_timeout is None:
         set_timeout = distributed_c10d._set_pg_timeout
-    for dim in range(mesh.ndim):
-        set_timeout(timeout, mesh.get_group(dim))
+    set_timeout(timeout, group)
 
 
 def split_group(

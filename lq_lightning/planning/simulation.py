@@ -36,7 +36,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lq_lightning._compat import simulation as compat
-from lq_lightning._compat.torch import any_rank, in_step, meet, read_note
+from lq_lightning._compat.torch import any_rank, in_step, meet, read_note, set_timeouts
 from lq_lightning.activations import functions
 from lq_lightning.callbacks import activation_quantization
 from lq_lightning.data_parallel import all_gather
@@ -250,6 +250,7 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
             in_step: lambda key, groups: True,
             meet: lambda key, timeout: True,
             read_note: lambda key, timeout: None,
+            set_timeouts: lambda timeout: None,
         }
     )
     own_dtype = functions.output_dtype

@@ -37,7 +37,7 @@ from lq_lightning._compat.lightning import (
     requeue_checkpoint_path,
     trainer_of,
 )
-from lq_lightning._compat.torch import leave_note, meet, read_note
+from lq_lightning._compat.torch import leave_note, meet, read_note, set_timeouts
 from lq_lightning.checkpoint.files import is_local, replace_link
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
 
@@ -73,6 +73,35 @@ _SHARDED = re.compile(
 
 class LostRankError(RuntimeError):
     """A collective failed because another rank died, stopped answering or ended its run."""
+
+
+class Timeouts:
+    """Lets ranks wait longer for each other in the start of a run than in its steps.
+
+    Args:
+        start: Until the first training batch is done; None leaves the choice to torch.
+        steps: From then on.
+    """
+
+    def __init__(self, start: timedelta | None, steps: timedelta | None) -> None:
+        self.start, self._steps = start, steps
+        self._batches = 0
+
+    def begin_run(self) -> None:
+        """Wait as at the start in groups that a run before has made."""
+        self._batches = 0
+        self._set(self.start)
+
+    def start_batch(self) -> None:
+        """Wait as in steps from the second batch on."""
+        self._batches += 1
+        if self._batches == 2:
+            self._set(self._steps)
+
+    def _set(self, timeout: timedelta | None) -> None:
+        differ = None not in (self.start, self._steps) and self.start != self._steps
+        if differ and timeout is not None and dist.is_initialized():
+            set_timeouts(timeout)
 
 
 class Failures:

@@ -66,6 +66,7 @@ from lq_lightning.strategies.checks import (
 )
 from lq_lightning.strategies.failures import (
     Failures,
+    Timeouts,
     check_signature,
     end_with_torchrun,
     is_lost_rank,
@@ -156,10 +157,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
         options.check(owner)
         self._attached_module: LightningModule | None = None
         self._default_precision = FullyShardedPrecision()
+        self._timeouts = Timeouts(*options.timeouts(owner))
         super().__init__(
             save_distributed_checkpoint=options.save_distributed_checkpoint,
             process_group_backend=options.process_group_backend,
-            timeout=options.duration(owner),
+            timeout=self._timeouts.start,
         )
         self._options = options
         self._failures = Failures(self)
@@ -340,6 +342,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             # before they copy the whole model
             check_callbacks(self._require_module().trainer.callbacks)  # type: ignore[attr-defined]
         self._failures.begin_run()
+        self._timeouts.begin_run()
         check_device(self, synchronizes_layers=self._layer_sync is not None)
         self._checkpointer.begin_run()
         self._fsdp_precision.device_type = self.root_device.type
@@ -596,7 +599,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._steps.without_reduction()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Drop the gradients of an interrupted accumulation."""
+        """Drop the gradients of an interrupted accumulation; no longer wait as at the start."""
+        self._timeouts.start_batch()
         self._steps.start_batch()
 
     # --- optimizer ------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class FSDPOptions:
         verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
         timeout: Time that a rank waits for others before the run fails; a number is seconds.
+        start_timeout: The same until the first training batch is done.
         seed: Base of the seeds of stochastic rounding.
     """
 
@@ -69,6 +70,7 @@ class FSDPOptions:
     verify_checkpoints: bool = True
     process_group_backend: str | None = None
     timeout: timedelta | float | None = DEFAULT_TIMEOUT
+    start_timeout: timedelta | float | None = None
     seed: int = 0
 
     def check(self, owner: str) -> None:
@@ -85,17 +87,13 @@ class FSDPOptions:
         check_count(owner, "check_replicas_every_n_steps", self.check_replicas_every_n_steps, 0)
         check_count(owner, "seed", self.seed, 0)
 
-    def duration(self, owner: str) -> timedelta | None:
-        """``timeout``, with seconds as a ``timedelta``; ``None`` leaves the choice to torch."""
-        timeout = self.timeout
-        if timeout is None:
-            return None
-        if is_number(timeout) and timeout > 0:
-            return timedelta(seconds=timeout)
-        if isinstance(timeout, timedelta) and timeout > timedelta(0):
-            return timeout
-        allowed = "a positive number of seconds, a `datetime.timedelta`, or None"
-        raise _refused(owner, "timeout", timeout, allowed)
+    def timeouts(self, owner: str) -> tuple[timedelta | None, timedelta | None]:
+        """Those of the start and of steps; ``None`` leaves the choice to torch."""
+        steps = _duration(owner, "timeout", self.timeout)
+        start = _duration(owner, "start_timeout", self.start_timeout)
+        if start is None and steps is not None:
+            start = max(steps, DEFAULT_TIMEOUT)
+        return start, steps
 
 
 def _defaults(cls: type) -> tuple[dict[str, object], bool]:
@@ -172,6 +170,17 @@ def _brief(value: object) -> str:
 
 def _refused(owner: str, name: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"`{owner}({name}={value!r})` is not supported: give {allowed}.")
+
+
+def _duration(owner: str, name: str, value: timedelta | float | None) -> timedelta | None:
+    if value is None:
+        return None
+    if is_number(value) and value > 0:
+        return timedelta(seconds=value)
+    if isinstance(value, timedelta) and value > timedelta(0):
+        return value
+    allowed = "a positive number of seconds, a `datetime.timedelta`, or None"
+    raise _refused(owner, name, value, allowed)
 
 
 def check_selector(units: UnitSelector) -> None:

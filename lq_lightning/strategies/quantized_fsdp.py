@@ -305,6 +305,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
         timeout: Time that a collective waits for other ranks before the run fails; a number is
             seconds.
+        start_timeout: The same until the first training batch is done, while ranks start, read data
+            and compile, and in runs that do not train. None: ``timeout``, but at least 30 minutes.
         seed: Base of the seeds of stochastic rounding.
 
     Raises:
@@ -336,6 +338,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         verify_checkpoints: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        start_timeout: timedelta | float | None = None,
         seed: int = 0,
     ) -> None:
         given = locals()

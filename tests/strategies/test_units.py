@@ -203,6 +203,7 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
         ({"seed": "x"}, r"seed='x'.*whole number of 0 or more"),
         ({"reshard_after_forward": "no"}, r"reshard_after_forward='no'.*True or False"),
         ({"verify_checkpoints": 0}, r"verify_checkpoints=0.*True or False"),
+        ({"start_timeout": -1}, r"start_timeout=-1\).*positive number of seconds"),
         ({"timeout": 0}, r"timeout=0\).*positive number of seconds, a `datetime.timedelta`"),
         ({"timeout": timedelta(0)}, r"timeout=datetime.*positive number of seconds"),
         ({"timeout": "1h"}, r"timeout='1h'.*positive number of seconds"),
@@ -222,9 +223,12 @@ def test_units_of_a_wrong_type_are_refused_at_once() -> None:
 
 
 def test_timeout_in_seconds() -> None:
-    hour = timedelta(hours=1)
+    hour, half = timedelta(hours=1), timedelta(minutes=30)
     for given, kept in ((0.5, timedelta(seconds=0.5)), (hour, hour), (None, None)):
-        assert QuantizedFSDPStrategy(timeout=given)._timeout == kept
+        assert QuantizedFSDPStrategy(start_timeout=given or 1800)._timeout == (kept or half)
+    assert QuantizedFSDPStrategy(timeout=1)._timeout == half
+    assert QuantizedFSDPStrategy(timeout=7200)._timeout == 4 * half
+    assert QuantizedFSDPStrategy(timeout=None)._timeout is None
     QuantizedFSDPStrategy(process_group_backend="cpu:gloo,cuda:nccl")
 
 
