@@ -1,8 +1,8 @@
 """The import rules of the package, read from its syntax trees.
 
-Imports go strictly down: planning -> strategies, plugins, callbacks -> checkpoint -> data_parallel,
-optim, activations, pipeline, adaptive -> codecs -> foundation -> kernels, and folders of one level
-never import each other.
+Imports go strictly down: planning, integrations -> strategies, plugins, callbacks -> checkpoint ->
+data_parallel, optim, activations, pipeline, adaptive -> codecs -> foundation -> kernels, and
+folders of one level never import each other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = {
     "planning": 6,
+    "integrations": 6,
     "strategies": 5,
     "plugins": 5,
     "callbacks": 5,
@@ -57,6 +58,8 @@ DEEPER_CLASSES = {
     "lq_lightning.activations.sites:MultiheadSite",
     "lq_lightning.data_parallel.all_gather:WeightAllGather",
     "lq_lightning.data_parallel.all_gather:WeightDifferenceAllGather",
+    "lq_lightning.integrations.ray:RayQuantizedFSDPStrategy",
+    "lq_lightning.integrations.ray:RayQuantizedPipelineStrategy",
 }
 # Files of up to 800 lines, and why each is one file.
 LONG_FILES: dict[str, str] = {
