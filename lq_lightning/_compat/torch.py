@@ -128,12 +128,12 @@ def meet(key: str, timeout: timedelta) -> bool:
     return True
 
 
-def leave_note(key: str, text: str) -> None:
-    """Leave a text for the other ranks in the store, if there is one; only the first is kept."""
+def leave_note(key: str, text: str) -> str:
+    """Leave a text for the other ranks in the store, if there is one; return the first one left."""
     try:
-        distributed_c10d._get_default_store().compare_set(key, "", text)
+        return bytes(distributed_c10d._get_default_store().compare_set(key, "", text)).decode()
     except (RuntimeError, ValueError):  # there is no store, or none any more
-        return
+        return text
 
 
 def read_note(key: str, timeout: timedelta) -> str | None:

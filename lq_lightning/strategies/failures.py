@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,7 @@ from datetime import timedelta
 from enum import IntEnum
 from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ _JOB = "slurm_job"  # key of a checkpoint
 _REQUEUE_NAME = re.compile(r"hpc_ckpt_\d+\.ckpt")  # what Lightning looks for under SLURM
 # how long to look for another rank's note of its failure, once a collective has failed
 _LISTEN = timedelta(seconds=1)
+# how long a rank whose error is another's waits before it ends, so that the other can print
+_LET_CAUSE_PRINT = timedelta(seconds=2)
+_CAUSE = "stopped because"
 _runs = 0
 
 # words of gloo, TCPStore and NCCL for a peer that is gone
@@ -147,12 +151,19 @@ class Failures:
         """Turn a backend's connection errors inside into a :class:`LostRankError`."""
         return explain_lost_rank(self._strategy.global_rank, self._strategy.world_size)
 
-    def tell_others(self, error: BaseException) -> None:
-        """Leave a note of this error for ranks that will lose contact; nobody waits for it."""
-        if self._strategy.world_size > 1 and not isinstance(error, LostRankError):
-            text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-            rank = self._strategy.global_rank
-            leave_note(_note(), f"rank {rank} failed: {type(error).__name__}: {text}")
+    def tell_others(self, error: BaseException) -> str | None:
+        """Leave a note of this error for ranks that will lose contact; nobody waits for it.
+
+        Returns:
+            The note of a rank that has failed before this one.
+        """
+        if self._strategy.world_size == 1 or isinstance(error, LostRankError):
+            return None
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        rank = self._strategy.global_rank
+        own = f"rank {rank} failed: {type(error).__name__}: {text}"
+        first = leave_note(_note(), own)
+        return None if first == own else first
 
     def can_save(self, module: LightningModule) -> bool:
         """Whether all ranks are here to save; each save asks before its first collective.
@@ -183,11 +194,16 @@ class Failures:
         else:
             note_failed_run()
         if world_size > 1 and is_lost_rank(exception) and not explained:
-            raise _lost_rank_error(exception, rank, world_size) from exception
+            found = _lost_rank_error(exception, rank, world_size)
+            _leave_traceback_to_cause(found)
+            raise found from exception
         is_sharded = isinstance(self._strategy.model, FSDPModule)
         if is_sharded:
             _explain_sharded_use(exception)
-        self.tell_others(exception)
+        first = self.tell_others(exception)
+        if first is not None and f"failed: {type(exception).__name__}:" in first:
+            _print_one_line(exception, f"rank {rank} of {world_size} failed as another: {first}")
+        _leave_traceback_to_cause(exception)
         stop = self._stop_signal
         if stop is not None and stop.requeues and isinstance(exception, SIGTERMException):
             self._save_for_requeue()
@@ -303,6 +319,30 @@ def warn_of_stale_store() -> None:
         )
 
 
+def _leave_traceback_to_cause(error: BaseException) -> None:
+    """Print no traceback if the error says which rank has the cause."""
+    if isinstance(error, LostRankError) and _CAUSE in str(error):
+        _print_one_line(error, str(error))
+
+
+def _print_one_line(error: BaseException, text: str) -> None:
+    """Let Python print a line in place of the traceback of an error that ends the process.
+
+    The rank with the cause prints its own. A launcher stops it when this one ends, hence the wait.
+    """
+    original = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not error:
+            original(kind, value, trace)
+            return
+        sys.stderr.write(f"{text.splitlines()[0]}\n")
+        sys.stderr.flush()
+        time.sleep(_LET_CAUSE_PRINT.total_seconds())
+
+    sys.excepthook = hook
+
+
 def is_lost_rank(error: BaseException) -> bool:
     """Whether a collective failed because of another rank, judging by the backend's message."""
     ours = isinstance(error, dist.DistError) or (
@@ -319,7 +359,7 @@ def _lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRa
     """An error that names the cause instead of the socket that noticed it."""
     told = read_note(_note(), _LISTEN)
     if told is not None:
-        return LostRankError(f"rank {rank} of {world_size} stopped because {told}")
+        return LostRankError(f"rank {rank} of {world_size} {_CAUSE} {told}")
     return LostRankError(
         f"rank {rank} of {world_size} lost contact with another rank, which died, got stuck "
         f"or ran out of batches: {str(error).splitlines()[0]}\n"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,6 +29,7 @@ from lq_testing.lightning_models import (
     run_trainer,
     trainer,
 )
+from lq_testing.ranks import free_port
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -218,3 +221,38 @@ def _refused_or_repaired(rank: int, world_size: int, root: str) -> None:
 
 def test_errors_come_before_the_first_step_and_drift_is_repaired(tmp_path: Path) -> None:
     run_trainer(_refused_or_repaired, 2, str(tmp_path))
+
+
+ENDS = """
+import sys
+from lq_testing.lightning_models import Fails, TinyModule, loader, trainer
+from lq_lightning import QuantizedFSDPStrategy
+fails = Fails(2, *map(int, sys.argv[2].split(",")))
+run = trainer(QuantizedFSDPStrategy(min_quantized_numel=64), sys.argv[1], callbacks=[fails])
+run.fit(TinyModule(), loader())
+"""
+
+
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.slow), "0,1"])
+def test_one_rank_prints_its_traceback(tmp_path: Path, ranks: str) -> None:
+    port = str(free_port())
+    processes = []
+    for rank in range(2):
+        names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+        names |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        names |= {"TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", ENDS, str(tmp_path), ranks],
+                env={**os.environ, **names},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [process.communicate(timeout=90)[1] for process in processes]
+    assert all(process.returncode for process in processes)
+    silent = [text for text in said if "Traceback" not in text]
+    assert len(silent) == 1, said
+    assert sum(text.count("Traceback") for text in said) == 1
+    assert "rank" in silent[0]
+    assert "KeyError: of this rank" in silent[0]
