@@ -79,9 +79,11 @@ from lq_lightning.strategies.options import (
     UnitSelector,
     check_option_names,
     given_options,
+    shown_options,
 )
 from lq_lightning.strategies.parts import (
     OptimizerSteps,
+    OptionsOfRun,
     QuantizedCollectives,
     remember,
     sharded,
@@ -168,7 +170,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._steps = OptimizerSteps(options.skip_nonfinite_steps, options.reduce_every_microbatch)
         self._collectives = QuantizedCollectives(self, options, self.given)
         self._tensor = TensorRanks(owner, options, self._collectives)
-        self.parts: list[StrategyPart] = [self._steps, self._collectives, self._tensor]
+        known = OptionsOfRun(owner, shown_options(type(self), self.given))
+        self.parts: list[StrategyPart] = [known, self._steps, self._collectives, self._tensor]
         self._checkpointer = Checkpointer(
             self,
             self.model_layout,

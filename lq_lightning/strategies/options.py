@@ -145,6 +145,11 @@ def given_options(
     return {n: v for n, v in given.items() if n not in defaults or v != defaults[n]}
 
 
+def shown_options(cls: type, given: Mapping[str, object]) -> dict[str, str]:
+    """All options of a strategy as text, which a checkpoint may hold."""
+    return {name: _brief(value) for name, value in {**_defaults(cls)[0], **given}.items()}
+
+
 def warn_without_effect(
     owner: str, given: Mapping[str, object], names: Iterable[str], why: str
 ) -> None:
@@ -159,7 +164,9 @@ def warn_without_effect(
 
 
 def _brief(value: object) -> str:
-    """``repr`` without the fields of a config that have their defaults."""
+    """``repr`` without addresses, and the fields of a config that have their defaults."""
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__name__))
     if not is_dataclass(value) or isinstance(value, type):
         return repr(value)
     found = {field.name: getattr(value, field.name) for field in fields(value) if field.init}

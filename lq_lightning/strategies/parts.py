@@ -165,6 +165,36 @@ class OptimizerSteps(StrategyPart):
         self.num_skipped = int(values.get("num_skipped_steps", 0))
 
 
+class OptionsOfRun(StrategyPart):
+    """Says which options of the strategy are others than in the run that is continued.
+
+    Args:
+        name: Of the strategy.
+        options: All of its options, as text.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, str]) -> None:
+        self._options = {"strategy": name, **options}
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """The options."""
+        return {"options": self._options}, {}
+
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Compare the options with those of the checkpoint."""
+        changed = [
+            f"`{name}`: {old} -> {self._options[name]}"
+            for name, old in values.get("options", {}).items()
+            if self._options.get(name, old) != old
+        ]
+        if changed:
+            rank_zero_info(
+                "This run continues one with other options of the strategy: " + ", ".join(changed)
+            )
+
+
 _RECORD = "_lq_sharded"  # kept in the module, so that both are freed together
 
 

@@ -17,6 +17,8 @@ from lq_testing.damage import flip_bit, weight_offset
 from lq_testing.lightning_models import TinyModule, loader, run_trainer, trainer
 from lq_testing.models import LoRABlock
 
+from lq_lightning import GradientQuantization, QuantizedFSDPStrategy, QuantizedPipelineStrategy
+
 
 class _Note:
     """Something that `weights_only=True` refuses."""
@@ -180,3 +182,27 @@ def _all(rank: int, world_size: int, root: str) -> None:
 
 def test_options_of_saving_and_loading(tmp_path: Path) -> None:
     run_trainer(_all, 2, str(tmp_path))
+
+
+def test_a_resumed_run_says_which_options_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lq_lightning.strategies.parts.rank_zero_info", said.append)
+    path = tmp_path / "a.ckpt"
+
+    def start(use: Any, ckpt_path: Path | None, epochs: int) -> Any:
+        run = trainer(use, str(tmp_path), devices=1, max_epochs=epochs)
+        run.fit(TinyModule(), loader(8), ckpt_path=ckpt_path)
+        return run
+
+    start(QuantizedFSDPStrategy(units=["Block"]), None, 1).save_checkpoint(path)
+    start(QuantizedFSDPStrategy(units=["Block"]), path, 2)
+    assert not said
+    changed = GradientQuantization(method="ULq")
+    start(QuantizedPipelineStrategy(seed=1, units=["Block"], gradients=changed), path, 2)
+    assert said == [
+        "This run continues one with other options of the strategy: `strategy`: "
+        "QuantizedFSDPStrategy -> QuantizedPipelineStrategy, `gradients`: 'auto' -> "
+        "GradientQuantization(method='ULq'), `reshard_after_forward`: True -> False, `seed`: 0 -> 1"
+    ]
