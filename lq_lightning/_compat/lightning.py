@@ -142,6 +142,25 @@ def requeue_checkpoint_path(trainer: Trainer) -> str:
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
+def show_whole_totals(trainer: Trainer, total: int, trained: int, note: str) -> None:
+    """Let ``ModelSummary`` show these numbers of parameters, with a note below its table.
+
+    It sees the part of the model on this rank.
+    """
+    from lightning.pytorch.callbacks import ModelSummary
+    from lightning_utilities.core.rank_zero import rank_zero_info
+
+    def summarize(
+        own: Any, data: Any, here: int, unused: int, size: float, *args: Any, **kw: Any
+    ) -> None:
+        own(data, total, trained, size * total / max(here, 1), *args, **kw)
+        rank_zero_info(note)
+
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelSummary):
+            callback.summarize = partial(summarize, type(callback).summarize)  # type: ignore[method-assign]
+
+
 def note_sigterm(trainer: Trainer) -> None:
     """Let ``trainer.received_sigterm`` be true until the next run."""
     trainer._signal_connector.received_sigterm = True

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lq_lightning._compat.lightning import accumulation_window, set_device_mesh
+from lq_lightning._compat.lightning import accumulation_window, set_device_mesh, show_whole_totals
 from lq_lightning._compat.modules import initialize_root
 from lq_lightning._compat.tensor_parallel import TENSOR
 from lq_lightning.checkpoint.checkpointer import ALL_RANKS, ModelLayout, show_shards
@@ -318,6 +318,12 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
                 shared.share_value()
             if self._shared:
                 rank_zero_info(describe_shared(self._shared, self._pipeline_options.tied_gradients))
+        note = (
+            "The rows of this table are of rank 0, which has the first of "
+            f"{record.plan.num_stages} stages; the sums below it are of the whole model."
+        )
+        sums = sum(record.numel_of.values()), record.num_trained
+        show_whole_totals(module.trainer, *sums, note)
         run = self._make_run(module, record, ranks)
         # stages draw from one seed, so that code in front of the layers draws alike on all of them
         drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()

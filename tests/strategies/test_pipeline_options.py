@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies import StrategyRegistry
 from lq_testing.lightning_models import TinyModule, loader, run_trainer, trainer
 from torch import Tensor
@@ -301,6 +302,16 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
+class Table(ModelSummary):
+    """Keeps the sums below the table."""
+
+    sums: tuple[Any, ...] = ()
+
+    @staticmethod
+    def summarize(data: Any, total: int, trained: int, size: float, *a: Any, **kw: Any) -> None:
+        Table.sums = total, trained, size
+
+
 def _refuse(rank: int, world_size: int, root: str) -> list[str]:
     messages = []
     for module, options, _ in REFUSED:
@@ -312,11 +323,14 @@ def _refuse(rank: int, world_size: int, root: str) -> list[str]:
             run.fit(model, loader(16, batch_size=8))
         messages.append(str(raised.value))
     unused = {"tied_gradients": "int4", "weights": "qWD", "gradients": "none"}
-    run = trainer(QuantizedPipelineStrategy(**NONE, **unused), root, devices=world_size)
+    strategy, table = QuantizedPipelineStrategy(**NONE, **unused), [Table()]
+    run = trainer(strategy, root, devices=world_size, callbacks=table, enable_model_summary=True)
     info = "lq_lightning.strategies.quantized_pipeline.rank_zero_info"
     with warnings.catch_warnings(record=True) as caught, mock.patch(info) as said:
         warnings.simplefilter("always")
         run.fit(Beside(layers=2), loader(8, batch_size=8))
+    numel = sum(p.numel() for p in Beside(layers=2).parameters())
+    assert Table.sums == ((numel, numel, pytest.approx(numel * 4e-6)) if rank == 0 else ())
     for warning in (
         "`Beside.training_step` uses something made in front",
         r"Strategy\(tied_gradients='int4'\)` has no effect: no weights of .* are on several ranks",

@@ -282,6 +282,7 @@ class CutModule:
         ties: First name by further name of tied parameters in the whole state dict.
         numels: Parameters of each stage; shared ones are counted in each.
         numel_of: Elements of every parameter of the whole model, tied ones once.
+        num_trained: Elements of those that are trained.
         embeddings: Weights of embeddings in the whole model, by all names that they have.
         vocabulary: Weights of embeddings and heads, likewise.
     """
@@ -295,6 +296,7 @@ class CutModule:
     ties: Mapping[str, str]
     numels: tuple[int, ...]
     numel_of: Mapping[str, int]
+    num_trained: int
     embeddings: frozenset[str]
     vocabulary: frozenset[str]
 
@@ -338,6 +340,7 @@ def cut(
     words = _names_of(module, embedding_params(module))
     tables = _names_of(module, [table.weight for table in embeddings(module)])
     numel_of = {clean_name(name): p.numel() for name, p in module.named_parameters()}
+    num_trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     numels = [0] * num_stages
     shared = {name: each.stages for each in plan.shared for name in each.names}
     for name, numel in numel_of.items():
@@ -355,6 +358,7 @@ def cut(
         ties=ties,
         numels=tuple(numels),
         numel_of=numel_of,
+        num_trained=num_trained,
         embeddings=tables,
         vocabulary=words,
     )
