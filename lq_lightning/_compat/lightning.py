@@ -156,7 +156,7 @@ def show_whole_totals(trainer: Trainer, total: int, trained: int, note: str) -> 
         own(data, total, trained, size * total / max(here, 1), *args, **kw)
         rank_zero_info(note)
 
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
             callback.summarize = partial(summarize, type(callback).summarize)  # type: ignore[method-assign]
 

@@ -73,7 +73,7 @@ class ShardAverages(StrategyPart):
             elif parameter.requires_grad:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
                 self._averages[name] = parameter.detach().to(dtype, copy=True)
-        blend = get_ema_multi_avg_fn(1.0 - weight)
+        blend = get_ema_multi_avg_fn(1.0 - weight)  # type: ignore[no-untyped-call]
         alike = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
         if alike:
             blend([average for average, _ in alike], [own for _, own in alike], 1)

@@ -75,11 +75,11 @@ class _OnWorkers:
         """Ignore the Trainer's, whose default is one."""
 
 
-class RayQuantizedFSDPStrategy(_OnWorkers, QuantizedFSDPStrategy):
+class RayQuantizedFSDPStrategy(_OnWorkers, QuantizedFSDPStrategy):  # type: ignore[misc]
     """``QuantizedFSDPStrategy`` on the workers of a Ray ``TorchTrainer``, with its options."""
 
 
-class RayQuantizedPipelineStrategy(_OnWorkers, QuantizedPipelineStrategy):
+class RayQuantizedPipelineStrategy(_OnWorkers, QuantizedPipelineStrategy):  # type: ignore[misc]
     """``QuantizedPipelineStrategy`` on the workers of a Ray ``TorchTrainer``, with its options."""
 
 
