@@ -1,4 +1,4 @@
-"""The console script ``lq-lightning``: ``plan`` and ``doctor``."""
+"""The console script ``lq-lightning``: ``init``, ``plan``, ``doctor`` and ``train``."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--profile", type=Path, default=profile, metavar="FILE", help=text)
     text = "where checkpoints will be written, whose free space is checked (default: here)"
     doctor.add_argument("--root-dir", type=Path, default=Path(), metavar="DIR", help=text)
+    commands.add_parser(
+        "train",
+        add_help=False,
+        help="run what a YAML says, without a script: --config run.yaml, or --help",
+    )
+    init = commands.add_parser("init", help="write a commented YAML for a goal")
+    from lq_lightning.planning.train import GOALS
+
+    known = "; ".join(f"{name}: {text}" for name, (text, *_) in GOALS.items())
+    init.add_argument("goal", choices=GOALS, metavar="GOAL", help=known)
+    init.add_argument("--output", type=Path, default=Path("run.yaml"), help="default: %(default)s")
+    init.add_argument("--model", default="my_module.Model", help="class of your LightningModule")
+    init.add_argument("--data", default="my_module.Data", help="class of your LightningDataModule")
     return parser
 
 
@@ -71,8 +84,20 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
+    words = sys.argv[1:] if words is None else words
+    if words and words[0] == "train":  # whose errors are the user's own
+        from lq_lightning.planning.train import train
+
+        train(words[1:])
+        return 0
     arguments, others = make_parser().parse_known_args(words)
     try:
+        if arguments.command == "init":
+            from lq_lightning.planning.train import write_config
+
+            said = write_config(arguments.goal, arguments.output, arguments.model, arguments.data)
+            sys.stdout.write(said)
+            return 0
         if arguments.command == "doctor":
             from lq_lightning.planning import doctor
 
