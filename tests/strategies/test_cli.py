@@ -60,7 +60,7 @@ def test_by_class_path_and_options() -> None:
             "--trainer.strategy.gradients=TLq",
             "--trainer.strategy.node_size=1",
             "--trainer.strategy.units=[Block]",
-            "--trainer.strategy.timeout=60",
+            "--trainer.strategy.start_timeout=60",
             "--trainer.precision=bf16-mixed",
         ]
     )
@@ -82,7 +82,7 @@ trainer:
         inter_bits: 5
       reshard_after_forward: false
       skip_nonfinite_steps: true
-      timeout: 00:01:30
+      start_timeout: 00:01:30
 model:
   lr: 0.5
 """
@@ -103,7 +103,7 @@ def test_yaml_of_a_pipeline_is_flat(tmp_path: Path) -> None:
     times = {"embed": 0.25, "blocks.0": 0.001, "blocks.1": 2.0}
     lines = ["trainer:", "  strategy:", "    class_path: lq_lightning.QuantizedPipelineStrategy"]
     lines += ["    init_args:", "      split:", *(f"        {n}: {t}" for n, t in times.items())]
-    lines += ["      weights: {bits: 3}", "      timeout: 60", "      units: [Block]"]
+    lines += ["      weights: {bits: 3}", "      start_timeout: 60", "      units: [Block]"]
     (tmp_path / "a.yaml").write_text("\n".join(lines))
     strategy = _strategy([f"--config={tmp_path / 'a.yaml'}"])
     settings = strategy.settings()
@@ -111,7 +111,7 @@ def test_yaml_of_a_pipeline_is_flat(tmp_path: Path) -> None:
     assert settings["weights"] == WeightQuantization(bits=3)
     assert settings["reshard_after_forward"] is False
     assert strategy._timeout == timedelta(minutes=1)
-    assert strategy.given.keys() == {"split", "weights", "timeout", "units"}
+    assert strategy.given.keys() == {"split", "weights", "start_timeout", "units"}
 
 
 @pytest.mark.parametrize(
