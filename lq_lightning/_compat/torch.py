@@ -146,6 +146,17 @@ def read_note(key: str, timeout: timedelta) -> str | None:
         return None
 
 
+def store_has_ended() -> bool:
+    """Whether the process that keeps the store of the ranks is gone: rank 0, or torchrun's."""
+    try:
+        distributed_c10d._get_default_store().num_keys()
+    except (NotImplementedError, ValueError):  # a store of another kind, or no run is under way
+        return False
+    except RuntimeError:
+        return True
+    return False
+
+
 def group_timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
     """Timeout of the collectives of a group on a device; None if its backend does not say."""
     options = None if group is None else getattr(group._get_backend(device), "options", None)

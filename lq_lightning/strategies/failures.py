@@ -38,7 +38,7 @@ from lq_lightning._compat.lightning import (
     requeue_checkpoint_path,
     trainer_of,
 )
-from lq_lightning._compat.torch import leave_note, meet, read_note, set_timeouts
+from lq_lightning._compat.torch import leave_note, meet, read_note, set_timeouts, store_has_ended
 from lq_lightning.checkpoint.files import is_local, replace_link
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
 
@@ -360,6 +360,11 @@ def _lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRa
     told = read_note(_note(), _LISTEN)
     if told is not None:
         return LostRankError(f"rank {rank} of {world_size} {_CAUSE} {told}")
+    if store_has_ended():
+        return LostRankError(
+            f"rank {rank} of {world_size} {_CAUSE} rank 0 (or the launcher) has ended. Look for "
+            f"its error: {str(error).splitlines()[0]}"
+        )
     return LostRankError(
         f"rank {rank} of {world_size} lost contact with another rank, which died, got stuck "
         f"or ran out of batches: {str(error).splitlines()[0]}\n"
