@@ -233,7 +233,8 @@ run.fit(TinyModule(), loader())
 """
 
 
-@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.slow), "0,1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "0,1"])
 def test_one_rank_prints_its_traceback(tmp_path: Path, ranks: str) -> None:
     port = str(free_port())
     processes = []
@@ -256,3 +257,25 @@ def test_one_rank_prints_its_traceback(tmp_path: Path, ranks: str) -> None:
     assert sum(text.count("Traceback") for text in said) == 1
     assert "rank" in silent[0]
     assert "KeyError: of this rank" in silent[0]
+
+
+def test_an_error_with_another_ranks_cause_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = mock.Mock(world_size=2, global_rank=1, model=None)
+    monkeypatch.setattr(failures, "_LET_CAUSE_PRINT", timedelta(0))
+    notes: list[str] = []
+    monkeypatch.setattr(failures, "leave_note", lambda key, text: [*notes, text][0])
+    shown = mock.Mock()
+    own, same, lost = KeyError("x"), KeyError("y"), LostRankError("rank 1 stopped because of 0\nx")
+    for error, found in ((own, []), (same, ["rank 0 failed: KeyError: x"]), (lost, [])):
+        monkeypatch.setattr(sys, "excepthook", shown)
+        notes[:] = found
+        failures.Failures(strategy).explain(error)
+        sys.excepthook(type(error), error, None)
+        sys.excepthook(KeyError, KeyError("of no run"), None)
+    assert shown.call_count == 1 + 3  # the first one's traceback, and those of no run
+    assert capsys.readouterr().err.splitlines() == [
+        "rank 1 of 2 failed as another: rank 0 failed: KeyError: x",
+        "rank 1 stopped because of 0",
+    ]
