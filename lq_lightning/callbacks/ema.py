@@ -29,6 +29,7 @@ class ShardAverages(StrategyPart):
     the replicas of training come back as they were, so that an evaluation changes no later step.
 
     Attributes:
+        averages: By name of the parameter.
         update_if_due: Called before a save, where nodes that train alone have one model.
     """
 
@@ -37,8 +38,8 @@ class ShardAverages(StrategyPart):
     def __init__(self) -> None:
         self._strategy: Any = None
         self._module: nn.Module = nn.Module()
+        self.averages: dict[str, Tensor] = {}
         self.update_if_due: Callable[[], None] = lambda: None
-        self._averages: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] | None = None  # kept while averages are in their place
         self._replicas: dict[str, Any] = {}
 
@@ -50,16 +51,6 @@ class ShardAverages(StrategyPart):
         if self not in strategy.parts:
             strategy.parts.append(self)
 
-    @property
-    def exist(self) -> bool:
-        """Whether anything was averaged yet."""
-        return bool(self._averages)
-
-    @property
-    def are_applied(self) -> bool:
-        """Whether the averages are in the place of the weights."""
-        return self._trained is not None
-
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((clean_name(name), p) for name, p in self._module.named_parameters())
 
@@ -68,11 +59,11 @@ class ShardAverages(StrategyPart):
         """Move the averages towards the weights by ``weight``; new ones start from the weights."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, parameter in self._named():
-            if name in self._averages:
-                pairs.append((local_tensor(self._averages[name]), local_tensor(parameter)))
+            if name in self.averages:
+                pairs.append((local_tensor(self.averages[name]), local_tensor(parameter)))
             elif parameter.requires_grad:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
-                self._averages[name] = parameter.detach().to(dtype, copy=True)
+                self.averages[name] = parameter.detach().to(dtype, copy=True)
         blend = get_ema_multi_avg_fn(1.0 - weight)  # type: ignore[no-untyped-call]
         alike = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
         if alike:
@@ -85,18 +76,20 @@ class ShardAverages(StrategyPart):
     @torch.no_grad()
     def apply(self) -> None:
         """Put the averages in the place of the weights; all ranks call it."""
-        if not self.exist or self.are_applied:
+        if not self.averages or self._trained is not None:
             return
+        if hasattr(self._strategy, "bring_nodes_together"):
+            self._strategy.bring_nodes_together()  # of their own weights, not of the averages
         communication = self._strategy.communication
         if communication is not None:
             communication.join()  # exchanges still read the weights
             self._replicas = communication.replica_state_dict()
         trained: dict[str, Tensor] = {}
         for name, parameter in self._named():
-            if name in self._averages:
+            if name in self.averages:
                 own = local_tensor(parameter)
                 trained[name] = own.clone()
-                own.copy_(local_tensor(self._averages[name]))
+                own.copy_(local_tensor(self.averages[name]))
         self._trained = trained
         self._continue_with({})
 
@@ -118,20 +111,18 @@ class ShardAverages(StrategyPart):
         if communication is not None:
             communication.load_state_dict(communication.state_dict(), replicas)
 
-    # --- checkpoints ------------------------------------------------------------------------------
-
     def before_save(self) -> None:
         """Let the averages contain the steps before."""
         self.update_if_due()
 
     def on_weights_loaded(self) -> None:
         """Forget the averages of other weights."""
-        self._averages, self._trained, self._replicas = {}, None, {}
+        self.averages, self._trained, self._replicas = {}, None, {}
 
     def load_weights(self, tensors: Mapping[str, Mapping[str, Any]]) -> None:
         """Continue with the averages of the checkpoint."""
         saved = tensors.get(AVERAGE, {})
-        self._averages = {
+        self.averages = {
             name: saved[name].to(parameter.device, copy=True)
             for name, parameter in self._named()
             if name in saved
@@ -139,13 +130,13 @@ class ShardAverages(StrategyPart):
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """The averages."""
-        if self.are_applied:
+        if self._trained is not None:
             raise RuntimeError(
                 "this checkpoint would have averaged weights beside the state of optimizers, and "
                 "no run could continue from it. Save it after the evaluation, or only the weights: "
                 "`trainer.save_checkpoint(path, weights_only=True)`."
             )
-        return {}, {AVERAGE: dict(self._averages)} if self.exist else {}
+        return {}, {AVERAGE: dict(self.averages)} if self.averages else {}
 
 
 class EMA(Callback):
@@ -222,31 +213,26 @@ class EMA(Callback):
 
     def _update(self, trainer: pl.Trainer) -> None:
         """Update if it is time, and nodes that train alone have one model."""
-        averages, step = self._averages, trainer.global_step
+        shards, step = self._averages, trainer.global_step
         fits = trainer.state.fn == TrainerFn.FITTING
         due = step > self._start_step and step - self._step >= self._every_n_steps
-        if not (fits and due) or averages.are_applied:
-            return
         meeting: Callable[[], bool] | None = trainer.strategy.meeting  # type: ignore[attr-defined]
-        if meeting is not None and not meeting():
+        together = meeting is None or meeting()
+        if not (fits and due and together):
             return
-        if not averages.exist:
+        if not shards.averages:
             self._num_updates = 0
         if self._decay is None:
-            averages.update(1.0 / (self._num_updates + 1))
+            shards.update(1.0 / (self._num_updates + 1))
         else:
-            averages.update(1.0 - self._decay ** (step - self._step))
+            shards.update(1.0 - self._decay ** (step - self._step))
         self._step, self._num_updates = step, self._num_updates + 1
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Update the averages after an optimizer step."""
+    def _after(self, trainer: pl.Trainer, *args: Any) -> None:
         self._update(trainer)
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Update after the last outer step of nodes that train alone."""
-        self._update(trainer)
+    # the latter after the last outer step of nodes that train alone
+    on_train_batch_end = on_train_end = _after
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._update(trainer)
