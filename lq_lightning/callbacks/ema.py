@@ -228,11 +228,15 @@ class EMA(Callback):
             shards.update(1.0 - self._decay ** (step - self._step))
         self._step, self._num_updates = step, self._num_updates + 1
 
-    def _after(self, trainer: pl.Trainer, *args: Any) -> None:
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Update the averages after an optimizer step."""
         self._update(trainer)
 
-    # the latter after the last outer step of nodes that train alone
-    on_train_batch_end = on_train_end = _after
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Update after the last outer step of nodes that train alone."""
+        self._update(trainer)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._update(trainer)
