@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from itertools import count
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,16 +38,12 @@ from lq_lightning._compat.lightning import (
 from lq_lightning._compat.torch import leave_note, meet, read_note, set_timeouts, store_has_ended
 from lq_lightning.checkpoint.files import is_local, replace_link
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
+from lq_lightning.strategies.restarts import is_requeue_name, requeue, slurm_job
 
 # how long ranks may fail one after the other and still save together: a slow batch
 _TOGETHER = timedelta(seconds=60)
 _failures = count()
-# `scontrol` tries again for some seconds while the controller is busy
-_SCONTROL_S = 60
-_PR_SET_PDEATHSIG = 1  # of Linux' prctl.h
 _UNHANDLED = None, signal.SIG_DFL, signal.SIG_IGN
-_JOB = "slurm_job"  # key of a checkpoint
-_REQUEUE_NAME = re.compile(r"hpc_ckpt_\d+\.ckpt")  # what Lightning looks for under SLURM
 # how long to look for another rank's note of its failure, once a collective has failed
 _LISTEN = timedelta(seconds=1)
 # how long a rank whose error is another's waits before it ends, so that the other can print
@@ -221,7 +214,7 @@ class Failures:
             raise AssertionError("a run that is stopped has a Trainer")
         path = self._strategy.broadcast(requeue_checkpoint_path(trainer))
         folder, before = os.path.split(trainer.ckpt_path or "")
-        if folder == os.path.dirname(path) and _REQUEUE_NAME.fullmatch(before):
+        if folder == os.path.dirname(path) and is_requeue_name(before):
             self._superseded = trainer.ckpt_path  # Lightning would prefer it to other checkpoints
         if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             return
@@ -239,8 +232,8 @@ class Failures:
             return
         if self._superseded is not None:
             self._strategy.remove_checkpoint(self._superseded)
-        job = _slurm_job()
-        refusal = _requeue(job)
+        job = slurm_job()
+        refusal = requeue(job)
         if refusal is None:
             rank_zero_info(f"SLURM job {job} is requeued")
             return
@@ -248,74 +241,6 @@ class Failures:
         rank_zero_warn(
             f"SLURM did not requeue job {job}: {refusal}. The checkpoint is complete: submit the "
             "job again. SLURM requeues batch jobs (`sbatch`) alone, and none with `--no-requeue`."
-        )
-
-
-def _slurm_job() -> str:
-    """What `scontrol` calls this job; one task of an array is a job of its own."""
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    return os.environ.get("SLURM_JOB_ID", "")
-
-
-def _requeue(job: str) -> str | None:
-    """Let SLURM stop a job and start it again later; returns why it refused, if it did."""
-    command = ["scontrol", "requeue", job]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SCONTROL_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    said = (done.stderr or done.stdout).strip()
-    return (said or f"scontrol exited with {done.returncode}") if done.returncode else None
-
-
-def sign(checkpoint: dict[str, Any]) -> None:
-    """Note in a checkpoint which SLURM job saves it."""
-    if job := _slurm_job():
-        checkpoint[_JOB] = job
-
-
-def check_signature(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse what Lightning finds in ``default_root_dir`` if another job saved it there.
-
-    A job that is submitted again continues from the one before. A requeued one has its own.
-
-    Raises:
-        ValueError: Two jobs, or two tasks of an array, save in one folder.
-    """
-    job, saved = _slurm_job(), checkpoint.get(_JOB)
-    if not job or saved in (None, job) or not _REQUEUE_NAME.fullmatch(os.path.basename(path)):
-        return
-    if "SLURM_RESTART_COUNT" in os.environ or saved.partition("_")[2] != job.partition("_")[2]:
-        raise ValueError(
-            f"`{path}` was saved by SLURM job {saved}, and this is job {job}: both save in the "
-            "same `default_root_dir`. Give each a folder of its own."
-        )
-
-
-def end_with_torchrun() -> None:
-    """Send this process SIGTERM when the torchrun that started it dies.
-
-    Otherwise its ranks train on, and save beside those of a new start.
-    """
-    if dist.is_torchelastic_launched() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
-
-def warn_of_stale_store() -> None:
-    """Warn where ranks that torchrun restarts would meet what the killed ones left in the store.
-
-    torchrun keeps one store for all starts (torch 2.13), whose keys are the same in each. A rank
-    may read the address of a killed one, and waits for it or fails.
-    """
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        rank_zero_warn(
-            "after a restart by torchrun (`--max-restarts`) ranks may find addresses of killed "
-            "ones in its store, and hang or fail: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
-            "environment of torchrun."
         )
 
 

@@ -64,15 +64,7 @@ from lq_lightning.strategies.checks import (
     check_optimizer,
     check_start,
 )
-from lq_lightning.strategies.failures import (
-    Failures,
-    Timeouts,
-    check_signature,
-    end_with_torchrun,
-    is_lost_rank,
-    sign,
-    warn_of_stale_store,
-)
+from lq_lightning.strategies.failures import Failures, Timeouts, is_lost_rank
 from lq_lightning.strategies.gradient_norm import GradientNorm
 from lq_lightning.strategies.options import (
     FSDPOptions,
@@ -88,6 +80,7 @@ from lq_lightning.strategies.parts import (
     remember,
     sharded,
 )
+from lq_lightning.strategies.restarts import check_signature, prepare_for_restarts, sign
 from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
 from lq_lightning.strategies.same_batches import draw_alike
 from lq_lightning.strategies.sharded_logits import ShardedLogits
@@ -332,8 +325,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self._launcher = launcher_where_it_runs(self, self._launcher)
 
     def _setup_distributed(self) -> None:
-        end_with_torchrun()
-        warn_of_stale_store()
+        prepare_for_restarts()
         # a single device does not reset the seed before training, so neither does one rank
         with isolate_rng() if self.world_size == 1 else nullcontext():
             super()._setup_distributed()

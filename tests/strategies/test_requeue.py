@@ -19,7 +19,7 @@ from lq_testing.lightning_models import SMALL, Losses, TinyModule, Tokens, run_t
 from torch.utils.data import DataLoader
 
 from lq_lightning import QuantizedFSDPStrategy
-from lq_lightning.strategies import failures
+from lq_lightning.strategies import failures, restarts
 
 VALIDATION, SANITY = -1, -2  # in place of a batch
 ARRAY = {"SLURM_ARRAY_JOB_ID": "1070", "SLURM_ARRAY_TASK_ID": "4"}
@@ -213,7 +213,7 @@ def _together(rank: int, world_size: int, root: str) -> None:
     for check in (_requeues, _finds_last, _is_refused, _under_torchrun):
         check(rank, root, whole)
     os.environ["PATH"] = ""
-    assert "scontrol" in (failures._requeue("1") or "")
+    assert "scontrol" in (restarts.requeue("1") or "")
 
 
 @pytest.mark.parametrize(("check", "world_size"), [(_alone, 1), (_together, 2)])

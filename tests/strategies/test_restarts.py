@@ -16,7 +16,7 @@ from lq_testing.ranks import _PRELOAD
 from lq_testing.restarts import train
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lq_lightning.strategies.failures import warn_of_stale_store
+from lq_lightning.strategies.restarts import prepare_for_restarts
 
 
 def _launch(ranks: int, folder: Path, steps: int, kills: int = 0, seed: int = 0) -> dict[int, int]:
@@ -48,7 +48,7 @@ def _unharmed(rank: int, world_size: int, folder: str, steps: int) -> None:
 def test_killed_ranks_change_nothing(
     tmp_path: Path, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # see `warn_of_stale_store`
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # see `restarts.py`
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     steps = 4 * kills
@@ -65,10 +65,10 @@ def test_killed_ranks_change_nothing(
 def test_a_store_that_outlives_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    warn_of_stale_store()
+    prepare_for_restarts()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.warns(UserWarning, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        warn_of_stale_store()
+        prepare_for_restarts()
 
 
 ORPHANS = """
