@@ -4,11 +4,13 @@ A call trains one variant: `examples/pretrain.py` with `examples/configs/llama3_
 same model, data, chunked loss and accumulation over two micro-batches. ``--json`` adds its row to a
 report. ``ours`` is the configuration as it is, ``offload`` also moves codes to the host;
 ``bitsandbytes`` has bf16 weights, its 8-bit AdamW and full checkpointing; ``selective`` and
-``save_on_cpu`` keep activations so, with our states. ``lora`` trains adapters of rank 16 on a frozen
-base in bf16, bitsandbytes' nf4 or torchao's int8. ``selective`` and ``lora`` compile no layers.
+``save_on_cpu`` keep activations so, with our states. ``lora`` trains adapters of rank 16 on a
+frozen base in bf16, bitsandbytes' nf4 or torchao's int8, without accumulation. ``selective`` and
+``lora`` compile no layers.
 
 Tokens per second are of whole optimizer steps behind the warm-up. ``peak_gib`` is the most that the
-allocator had handed out since training started. ``--trace`` writes a timeline of the last step.
+allocator had handed out since training started. ``--trace`` writes a timeline of the last step, and
+beside it ``offload_timeline.json`` for ``picture.py``.
 ``exposed_ms``, with a trace, is the time in which copies run and no kernel does. Example::
 
     for v in ours offload; do python benchmarks/long_context.py $v --seq 65536 --json l.json; done
@@ -199,23 +201,50 @@ class StepClock(pl.Callback):
             synchronize()
             self._profile.stop()
             self._profile.export_chrome_trace(str(self.trace))
-            self.row["exposed_ms"] = exposed_us(json.loads(self.trace.read_text())) / 1e3
+            trace = json.loads(self.trace.read_text())
+            self.row["exposed_ms"] = exposed_us(trace) / 1e3
+            write_timeline(self.trace.with_name("offload_timeline.json"), trace)
+
+
+def lanes(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the kernels of a trace, and its copies to and from the host."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    copies = [e for e in events if e.get("cat") == "gpu_memcpy"]
+    return {
+        "kernels": [e for e in events if e.get("cat") == "kernel"],
+        "to the host": [e for e in copies if "DtoH" in e["name"]],
+        "from the host": [e for e in copies if "HtoD" in e["name"]],
+    }
+
+
+def busy(events: Iterable[dict[str, Any]], gap_us: float = 0.0) -> list[list[float]]:
+    """Return when any of these run, without gaps up to ``gap_us``; in microseconds."""
+    spans: list[list[float]] = []
+    for event in sorted(events, key=lambda e: e["ts"]):
+        start, stop = event["ts"], event["ts"] + event["dur"]
+        if spans and start <= spans[-1][1] + gap_us:
+            spans[-1][1] = max(spans[-1][1], stop)
+        else:
+            spans.append([start, stop])
+    return spans
 
 
 def exposed_us(trace: dict[str, Any]) -> float:
     """Return the microseconds in which copies between host and device run and no kernel does."""
-    events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
-    copies = [e for e in events if e.get("cat") == "gpu_memcpy" and "DtoD" not in e["name"]]
-    kernels = [e for e in events if e.get("cat") == "kernel"]
-    return _length([*copies, *kernels]) - _length(kernels)
+    kernels, out, back = lanes(trace).values()
+    together, alone = busy([*kernels, *out, *back]), busy(kernels)
+    return sum(b - a for a, b in together) - sum(b - a for a, b in alone)
 
 
-def _length(events: Iterable[dict[str, Any]]) -> float:
-    total, end = 0.0, 0.0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        total += max(0.0, event["ts"] + event["dur"] - max(end, event["ts"]))
-        end = max(end, event["ts"] + event["dur"])
-    return total
+def write_timeline(path: Path | None, trace: dict[str, Any]) -> None:
+    """Write a report of when each lane is busy, to 0.5 ms, for ``picture.py``."""
+    spans = [(name, *span) for name, events in lanes(trace).items() for span in busy(events, 500.0)]
+    begin = min(start for _, start, _ in spans)
+    rows = [
+        {"lane": name, "start_ms": (start - begin) / 1e3, "stop_ms": (stop - begin) / 1e3}
+        for name, start, stop in spans
+    ]
+    write_report(path, "offload_timeline", {"rows": rows})
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:

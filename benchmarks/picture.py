@@ -2,13 +2,14 @@
 
     python benchmarks/picture.py docs/images/step_time.svg
     python benchmarks/picture.py docs/images/activation_memory.svg
+    python benchmarks/picture.py docs/images/offload_timeline.svg
 
 The name chooses the picture. ``step_time``: step times over network speeds. ``activation_memory``:
 memory of an 8B model on 32k tokens, at the end of the second micro-batch's forward pass, when most
-is held. Saved activations are a layer's in ``activations_table.json`` times layers and tokens;
+is held. Saved activations are a layer's in ``activations_int8.json`` times layers and tokens;
 weights, gradient sums and optimizer states are bytes of their formats times parameters. The rest
-up to the measured peak of ``long_context.json`` is the loss, a layer that is computed again and
-tensors of the ends of the model.
+up to the measured peak of ``long_context*.json`` is the loss, a layer that is computed again and
+tensors of the ends of the model. ``offload_timeline``: kernels and copies of a micro-batch there.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def draw_step_time(figure: Figure, axes: Axes) -> None:
 
 # --- memory ---------------------------------------------------------------------------------------
 
-LAYERS, TOKENS, CASE, CASE_TOKENS = 32, 32768, "llama3_8b:4096x2", 8192
+LAYERS, TOKENS, CASE_TOKENS = 32, 32768, 8192
 PARAMETERS, EMBEDDING = 8030261248, 128256 * 4096
 COLORS = {
     "weights": "#13254f",
@@ -88,39 +89,39 @@ COLORS = {
     "rest of the measured peak": "#c5ccd6",
 }
 EIGHT_BIT = 2 * (1 + 4 / 256)
-# Variants of activations_table.json and of long_context.json (None: does not fit); bytes per
-# parameter of gradient sums, of both moments, and of both moments of the embedding.
-WAYS: dict[str, tuple[str, str | None, tuple[float, float, float]]] = {
-    "bf16 and torch's AdamW,\ncompiled": ("bf16, compiled", None, (2.0, 4.0, 4.0)),
+_OURS = (1.13, 2.05, 8.0)
+# Variant of activations_int8.json (None: a layer keeps its input) and layers that keep it on the
+# GPU; report and variant (None: does not fit); bytes per parameter of gradient sums, of both
+# moments, and of both moments of the embedding.
+WAYS: dict[str, tuple[str | None, int, tuple[str, str] | None, tuple[float, float, float]]] = {
+    "bf16 and torch's AdamW,\ncompiled": ("bf16, compiled", LAYERS, None, (2.0, 4.0, 4.0)),
     "8-bit AdamW (bitsandbytes),\nfull checkpointing, compiled": (
-        *("bf16, compiled, full checkpointing", "bitsandbytes, compiled"),
+        *(None, LAYERS, ("long_context_h100", "bitsandbytes")),
         (2.0, EIGHT_BIT, EIGHT_BIT),
     ),
-    **{
-        f"QuantizedPrecision,\nActivationQuantization({recipe})": (
-            *(f"{recipe}, compiled", run),
-            (1.13, 2.05, 8.0),
-        )
-        for recipe, run in (("agoq", "ours"), ("fp8-4bit", "ours fp8-4bit"))
-    },
+    "QuantizedPrecision,\nActivationQuantization(agoq)": (
+        *("agoq, compiled", LAYERS, ("long_context", "ours"), _OURS),
+    ),
+    "the same, offload=1.0": ("agoq, compiled", 2, ("long_context_h100", "offload"), _OURS),
 }
 
 
 def memory_of(way: str) -> tuple[dict[str, float], dict[str, Any] | None]:
     """Return GiB by category, and the measured run."""
-    layer, name, (sums, states, of_embedding) = WAYS[way]
-    rows = read("activations_table")["rows"]
-    (saved,) = (r["saved_mb"] for r in rows if (r["variant"], r["case"]) == (layer, CASE))
+    layer, resident, measured, (sums, states, of_embedding) = WAYS[way]
+    rows = read("activations_int8")["rows"]
+    saved = {None: CASE_TOKENS * 4096 * 2 / 1e6} | {r["variant"]: r["saved_mb"] for r in rows}
     nbytes = {
         "weights": 2.0 * PARAMETERS,
         "gradient sums": sums * PARAMETERS,
         "optimizer states": states * (PARAMETERS - EMBEDDING) + of_embedding * EMBEDDING,
-        "saved activations of layers": 1e6 * saved * LAYERS * TOKENS / CASE_TOKENS,
+        "saved activations of layers": 1e6 * saved[layer] * resident * TOKENS / CASE_TOKENS,
     }
     parts = {category: value / 2**30 for category, value in nbytes.items()}
-    if name is None:
+    if measured is None:
         return parts, None
-    (run,) = (r for r in read("long_context")["rows"] if (r["variant"], r["seq"]) == (name, TOKENS))
+    report, name = measured
+    (run,) = (r for r in read(report)["rows"] if (r["variant"], r["seq"]) == (name, TOKENS))
     return parts | {"rest of the measured peak": run["peak_gib"] - sum(parts.values())}, run
 
 
@@ -136,16 +137,36 @@ def draw_activation_memory(figure: Figure, axes: Axes) -> None:
         text = f"{left:.0f} GiB: does not fit" if run is None else f"{left:.0f} GiB"
         text += "" if run is None else f", {run['tokens_per_s']:.0f} tokens/s"
         axes.text(left + 2, row, text, va="center")
-    axes.axvline(139.8, color="#9aa5b1", linestyle="--", linewidth=1)
+    for name, gib in {"H100": 79.2, "H200": 139.8}.items():
+        axes.axvline(gib, color="#9aa5b1", linestyle="--", linewidth=1)
+        axes.text(gib + 1, -0.52, name, color="#9aa5b1", fontsize=8)
     axes.set_yticks(range(len(WAYS)), list(WAYS))
     axes.set_xlim(0, 270)
-    axes.set_xlabel("GiB on one H200 (dashed: what it has)")
+    axes.set_xlabel("GiB on one GPU")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+
+
+# --- transfers ------------------------------------------------------------------------------------
+
+LANES = {"kernels": "#2f54c8", "to the host": "#d43d51", "from the host": "#2e9e83"}
+
+
+def draw_offload_timeline(figure: Figure, axes: Axes) -> None:
+    """Draw when the GPU computes and when it copies, in one micro-batch."""
+    rows = read("offload_timeline")["rows"]
+    for row, (name, color) in enumerate(LANES.items()):
+        own = [(r["start_ms"] / 1e3, r["stop_ms"] / 1e3) for r in rows if r["lane"] == name]
+        spans = [(start, stop - start) for start, stop in own]
+        axes.broken_barh(spans, (row - 0.35, 0.7), color=color)
+    axes.set_yticks(range(len(LANES)), list(LANES))
+    axes.set_xlabel("seconds")
+    axes.set_xlim(0, max(r["stop_ms"] for r in rows) / 1e3)
 
 
 PICTURES = {
     "step_time": (draw_step_time, (8, 3.3), 11),
     "activation_memory": (draw_activation_memory, (8.6, 3.8), 10),
+    "offload_timeline": (draw_offload_timeline, (8.6, 1.9), 10),
 }
 
 

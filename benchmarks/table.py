@@ -40,6 +40,7 @@ ROWS = {
     "lightning_step": ("variants", "variant"),
     "long_context": ("rows", ""),
     "memory": ("models", "model"),
+    "offload_timeline": ("rows", ""),
     "optimizer": ("cases", ""),
     "plan_accuracy": ("shown", ""),
     "plan_papers": ("rows", ""),
@@ -48,7 +49,6 @@ ROWS = {
     "slow_network": ("rows", ""),
     "split_link": ("rows", ""),
     "step_time": ("variants", "variant"),
-    "tah_kernels": ("ops", ""),
 }
 
 

@@ -35,3 +35,20 @@ def test_exposed_time_is_that_of_copies_beside_no_kernel(load: Callable[[str], M
     events += [event("gpu_memcpy", 25, 9), event("gpu_memcpy", 50, 9, "Memcpy DtoD")]
     events += [event("gpu_memcpy", 26, 9), event("cpu_op", 0, 99)]
     assert load("long_context").exposed_us({"traceEvents": events}) == 2 + 5
+
+
+def test_a_timeline_shows_when_each_lane_is_busy(
+    load: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    def event(cat: str, ts: float, dur: float, name: str = "") -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name}
+
+    events = [event("kernel", 2000, 1000), event("kernel", 3400, 600), event("kernel", 4501, 9)]
+    events += [event("gpu_memcpy", 1000, 500, "Memcpy HtoD"), event("gpu_memcpy", 0, 1, "Memset")]
+    load("long_context").write_timeline(report := tmp_path / "r.json", {"traceEvents": events})
+    rows = json.loads(report.read_text())["results"]["rows"]
+    assert [tuple(row.values()) for row in rows] == [
+        ("kernels", 1.0, 3.0),
+        ("kernels", 3.501, 3.51),
+        ("from the host", 0.0, 0.5),
+    ]

@@ -67,7 +67,7 @@ def test_runs_of_one_seed_count_once(table: ModuleType) -> None:
     assert (row["median"], row["worst"]) == ("+0.150%", "+0.400%")
 
 
-@pytest.mark.parametrize("name", ["step_time", "activation_memory"])
+@pytest.mark.parametrize("name", ["step_time", "activation_memory", "offload_timeline"])
 def test_pictures_are_drawn_from_the_reports(
     load: Callable[[str], ModuleType], tmp_path: Path, name: str
 ) -> None:
