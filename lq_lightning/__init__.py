@@ -52,7 +52,9 @@ from lq_lightning.optim import (
     QuantizedAdam,
     QuantizedAdamW,
     QuantizedLion,
+    QuantizedMuon,
     QuantizedSGD,
+    muon_groups,
 )
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
 from lq_lightning.pipeline.boundary import TAHQuantization
@@ -86,6 +88,7 @@ __all__ = [
     "QuantizedFSDPStrategy",
     "QuantizedGradientBuffer",
     "QuantizedLion",
+    "QuantizedMuon",
     "QuantizedPipelineStrategy",
     "QuantizedPrecision",
     "QuantizedSGD",
@@ -96,6 +99,7 @@ __all__ = [
     "__version__",
     "grad_norm",
     "load_pretrained",
+    "muon_groups",
     "plan",
     "plan_activations",
     "quantize_activations",

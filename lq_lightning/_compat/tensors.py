@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -82,6 +84,63 @@ def row_pieces(tensor: Tensor) -> RowPieces:
                 sizes[dim] = -(-sizes[dim] // count)
                 number, own, last = number * count, own * count + rank, max(last, dim)
     return RowPieces(number, own, math.prod(sizes[1:]), last)
+
+
+class ShardGrid(NamedTuple):
+    """Which ranks hold the pieces of a matrix: those along the axes of the mesh that cut it.
+
+    Attributes:
+        mesh: The mesh; None if the tensor is whole on this rank.
+        axes: Its axes that cut the tensor.
+        sizes: Ranks along each of them.
+        own: Coordinates of this rank along them.
+    """
+
+    mesh: DeviceMesh | None
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    own: tuple[int, ...]
+
+
+def shard_grid(tensor: Tensor) -> ShardGrid:
+    """Tell which ranks hold the pieces of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return ShardGrid(None, (), (), ())
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate() or ()
+    axes = tuple(a for a, p in enumerate(tensor.placements) if is_shard(p) and mesh.shape[a] > 1)
+    return ShardGrid(
+        mesh if axes else None,
+        axes,
+        tuple(mesh.shape[axis] for axis in axes),
+        tuple(place[axis] for axis in axes),
+    )
+
+
+def pieces_of_ranks(tensor: Tensor) -> dict[tuple[int, ...], tuple[slice, ...]]:
+    """Index of the piece of each rank of the :func:`shard_grid` in the whole tensor.
+
+    Raises:
+        NotImplementedError: Pieces are no contiguous blocks.
+    """
+    own = shard_slices(tensor)
+    _, axes, sizes, place = shard_grid(tensor)
+    cuts = [(n, tensor.placements[axis]) for n, axis in enumerate(axes)]  # type: ignore[attr-defined]
+    # What FSDP2 shards is a shard of the axes further right already.
+    late = [cut for cut in cuts if isinstance(cut[1], _StridedShard)]
+    cuts = [cut for cut in cuts if cut not in late] + late[::-1]
+    found = {}
+    for ranks in itertools.product(*map(range, sizes)):
+        bounds = [(0, size) for size in tensor.shape]
+        for n, placement in cuts:
+            start, stop = bounds[placement.dim]
+            step = -(-(stop - start) // sizes[n])
+            first = min(start + ranks[n] * step, stop)
+            bounds[placement.dim] = (first, min(first + step, stop))
+        found[ranks] = tuple(slice(*pair) for pair in bounds)
+    if tensor.numel() and found[place] != own and local_tensor(tensor).numel():
+        raise AssertionError(f"a rank has {own} of {tuple(tensor.shape)}, not {found[place]}")
+    return found
 
 
 def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:

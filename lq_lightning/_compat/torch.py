@@ -253,6 +253,14 @@ def recompile_limit(at_least: int) -> AbstractContextManager[None]:
     return patched
 
 
+def scale_and_add_all(
+    tensors: list[Tensor], factor: float, changes: list[Tensor], alpha: float
+) -> None:
+    """Compute ``factor * tensor``, and then ``tensor + alpha * change``, in place."""
+    torch._foreach_mul_(tensors, factor)
+    torch._foreach_add_(tensors, changes, alpha=alpha)
+
+
 def add_one_to_all(tensors: list[Tensor]) -> None:
     """Add one to fp32 tensors on the CPU, as torch's optimizers do with their steps."""
     # a tensor and `alpha`, since a number would be made a tensor anew for each of them
@@ -261,7 +269,8 @@ def add_one_to_all(tensors: list[Tensor]) -> None:
 
 def copy_all(targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
     """Copy each source, in one call, to the target of the same place, which has its shape."""
-    torch._foreach_copy_(targets, sources)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def zero_all(tensors: list[Tensor]) -> None:

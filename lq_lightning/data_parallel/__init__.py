@@ -10,8 +10,9 @@ from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGr
 from lq_lightning.data_parallel.install import quantize_communication
 from lq_lightning.data_parallel.local_steps import OuterOptimizer, start_alike
 from lq_lightning.data_parallel.packed_agreement import PackedAgreement
-from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan, embedding_params
+from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
 from lq_lightning.data_parallel.unit import Traffic
+from lq_lightning.foundation.parameters import embedding_params
 from lq_lightning.foundation.topology import Topology
 
 __all__ = [

@@ -36,7 +36,6 @@ from lq_lightning.data_parallel.plan import (
     TensorPlan,
     describe_gradients,
     describe_weights,
-    embedding_params,
     plan_unit,
 )
 from lq_lightning.data_parallel.reduce_scatter import GradientBucket, TwoLevelReduceScatter
@@ -44,7 +43,7 @@ from lq_lightning.data_parallel.replica import ReplicaMemory, StaleReplicaConsen
 from lq_lightning.data_parallel.unit import Unit, UnitContext
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups, shared_split
-from lq_lightning.foundation.parameters import clean_name
+from lq_lightning.foundation.parameters import clean_name, embedding_params
 from lq_lightning.foundation.topology import Topology
 
 # Parameters in a bucket of neighbouring units, whose differences are exchanged together (16 MB in 4

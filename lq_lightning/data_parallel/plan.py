@@ -7,14 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import nn
-
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.unit import Unit
-from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.foundation.topology import Topology
 
 _MAX_REASONS = 6
@@ -144,33 +141,6 @@ def _some_names(tensors: Sequence[TensorPlan], most: int = 3) -> str:
 
 def _name(tensor: TensorPlan) -> str:
     return f"{tensor.name} tied to {' and '.join(tensor.tied)}" if tensor.tied else tensor.name
-
-
-def embedding_params(module: nn.Module) -> list[nn.Parameter]:
-    """Weights of embeddings, and of matrices that look like an output head.
-
-    A head is a 2-D parameter whose longer side is as long as the largest embedding has rows, under
-    any name, as are an adapter (LoRA) of a head or an embedding and a head stored transposed. A
-    matrix of another purpose and of that shape (an MLP four times as wide as the model, where the
-    vocabulary is so small) is taken for one, too; a head of another length than that embedding
-    (padded alone, or beside a table of more positions than there are tokens) is not found.
-
-    Args:
-        module: The model, of which each weight is whole or a DTensor.
-
-    Returns:
-        Each parameter once, in the order of ``module.parameters()``; none without an embedding.
-    """
-    tables = {id(table.weight): table for table in embeddings(module)}
-    if not tables:
-        return []
-    rows = max(table.num_embeddings for table in tables.values())
-    return [
-        parameter
-        for parameter in module.parameters()
-        if id(parameter) in tables
-        or (parameter.ndim == 2 and max(parameter.shape) == rows > min(parameter.shape))
-    ]
 
 
 def describe_weights(config: WeightQuantization | None) -> str:

@@ -32,6 +32,33 @@ def embeddings(module: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
     return [child for child in module.modules() if isinstance(child, kinds)]
 
 
+def embedding_params(module: nn.Module) -> list[nn.Parameter]:
+    """Weights of embeddings, and of matrices that look like an output head.
+
+    A head is a 2-D parameter whose longer side is as long as the largest embedding has rows, under
+    any name, as are an adapter (LoRA) of a head or an embedding and a head stored transposed. A
+    matrix of another purpose and of that shape (an MLP four times as wide as the model, where the
+    vocabulary is so small) is taken for one, too; a head of another length than that embedding
+    (padded alone, or beside a table of more positions than there are tokens) is not found.
+
+    Args:
+        module: The model, of which each weight is whole or a DTensor.
+
+    Returns:
+        Each parameter once, in the order of ``module.parameters()``; none without an embedding.
+    """
+    tables = {id(table.weight): table for table in embeddings(module)}
+    if not tables:
+        return []
+    rows = max(table.num_embeddings for table in tables.values())
+    return [
+        parameter
+        for parameter in module.parameters()
+        if id(parameter) in tables
+        or (parameter.ndim == 2 and max(parameter.shape) == rows > min(parameter.shape))
+    ]
+
+
 def is_copy_of_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter in another dtype or layout, by its graph."""
     node: Any = tensor.grad_fn

@@ -6,7 +6,9 @@ from .optimizers import (
     QuantizedAdam,
     QuantizedAdamW,
     QuantizedLion,
+    QuantizedMuon,
     QuantizedSGD,
+    muon_groups,
     quantize_optimizer,
 )
 
@@ -16,9 +18,11 @@ __all__ = [
     "QuantizedAdam",
     "QuantizedAdamW",
     "QuantizedLion",
+    "QuantizedMuon",
     "QuantizedOptimizer",
     "QuantizedSGD",
     "embedding_weights",
+    "muon_groups",
     "quantize_optimizer",
     "refuse_codes",
 ]

@@ -47,7 +47,7 @@ from .state import (
     zero_state,
 )
 
-_FULL_PRECISION = OptimizerQuantization(first_moment="float32", second_moment="float32").formats(2)
+FULL_PRECISION = OptimizerQuantization(first_moment="float32", second_moment="float32").formats(2)
 _NO_ENTRY: dict[str, Any] = {}
 _UNSUPPORTED = {
     "amsgrad": "its running maximum has no quantized form. Use amsgrad=False.",
@@ -138,19 +138,17 @@ class ParamStepCache:
         self,
         local: Tensor,
         entry: Mapping[str, Any],
-        names: Sequence[str],
-        formats: Sequence[StateFormat],
+        formats: Mapping[str, StateFormat],
     ) -> list[Tensor]:
         """Prepare the tensors for the kernel and return them; scalars become ``[1]``.
 
         ``local`` is the shard of the parameter, contiguous.
         """
-        pairs = zip(names, formats, strict=True)
-        keys = [key for name, fmt in pairs for key in part_names(name, fmt)]
+        keys = [key for name, fmt in formats.items() for key in part_names(name, fmt)]
         tensors = [local, *[local_tensor(entry[key]) for key in keys]]
         if local.dim() == 0:
             tensors = [tensor.view(1) for tensor in tensors]
-        self.prepared = prepare(tensors, formats)
+        self.prepared = prepare(tensors, list(formats.values()))
         step = entry[STEP]
         self.found = tuple(ref(tensor) for tensor in [*tensors, step])
         self.step_on_cpu = (
@@ -160,7 +158,7 @@ class ParamStepCache:
         return tensors
 
 
-def _advance(caches: Sequence[ParamStepCache]) -> None:
+def advance(caches: Sequence[ParamStepCache]) -> None:
     """Add one to the step counters of parameters whose entries have one, and read them."""
     caches_on_cpu, on_cpu = [], []
     for cache in caches:
@@ -179,13 +177,23 @@ def _advance(caches: Sequence[ParamStepCache]) -> None:
             cache.count = int(value)
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """Parameters of one launch."""
 
     rule: str
     caches: list[ParamStepCache]
     tensors: list[list[Tensor]]
     grads: list[Tensor]
+
+    @property
+    def prepared(self) -> list[PreparedTensor]:
+        """What the kernel knows of each."""
+        return [cache.prepared for cache in self.caches if cache.prepared is not None]
+
+    def part(self, numbers: Sequence[int], tensors: list[list[Tensor]]) -> Batch:
+        """Some of the parameters, with other tensors for the kernel."""
+        caches = [self.caches[number] for number in numbers]
+        return Batch(self.rule, caches, tensors, [self.grads[number] for number in numbers])
 
 
 class QuantizedOptimizer(Optimizer):
@@ -203,7 +211,7 @@ class QuantizedOptimizer(Optimizer):
     groups, which no rank shares with another.
 
     A subclass defines its states, the scalars of its rule, and whether torch's optimizer counts
-    steps too.
+    steps too. States and steps may differ from group to group.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -220,6 +228,14 @@ class QuantizedOptimizer(Optimizer):
 
     def _rule(self, group: Mapping[str, Any]) -> str:
         raise NotImplementedError
+
+    def _states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the states of the parameters of a group."""
+        return self.state_names
+
+    def _counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Whether torch's optimizer has step counters for a group."""
+        return self.has_step
 
     def _scalars(self, group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
         """The eight scalars of ``kernels.optimizer_step``."""
@@ -294,17 +310,19 @@ class QuantizedOptimizer(Optimizer):
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
                 reason = self.reason_for_full_precision(param)
-                per_element = 4.0 * len(self.state_names)
+                per_element = 4.0 * len(self._states_of(group))
                 if reason is None:
                     length = row_pieces(param).length
-                    per_element = sum(f.nbytes_per_element(length) for f in self._formats())
+                    formats = self._formats(group).values()
+                    per_element = sum(fmt.nbytes_per_element(length) for fmt in formats)
                 name = names[index] if names else self._names.get(param, str(len(plan)))
                 nbytes = round(per_element * param.numel())
                 plan.append(ParameterPlan(name, tuple(param.shape), nbytes, reason))
         return plan
 
-    def _formats(self) -> list[StateFormat]:
-        return self.quantization_config.formats(len(self.state_names))
+    def _formats(self, group: Mapping[str, Any]) -> dict[str, StateFormat]:
+        names = self._states_of(group)
+        return dict(zip(names, self.quantization_config.formats(len(names)), strict=True))
 
     # --- step -------------------------------------------------------------------------------------
 
@@ -355,10 +373,10 @@ class QuantizedOptimizer(Optimizer):
 
     def _collect(
         self, write_back: list[tuple[Tensor, Tensor]]
-    ) -> tuple[list[dict[str, Any]], Iterable[_Batch]]:
+    ) -> tuple[list[dict[str, Any]], Iterable[Batch]]:
         """Sort the parameters that have a gradient: groups for torch's optimizer, and launches."""
         for_torch: list[dict[str, Any]] = []
-        batches: dict[tuple[Any, ...], _Batch] = {}  # by rule, kind of tensors, gradient dtype
+        batches: dict[tuple[Any, ...], Batch] = {}  # by rule, kind of tensors, gradient dtype
         config, states = self.quantization_config, self.state
         count = sum(len(group["params"]) for group in self.param_groups)
         caches: list[ParamStepCache | None] = [None] * count
@@ -379,7 +397,7 @@ class QuantizedOptimizer(Optimizer):
                 if cache is not None:
                     tensors = cache.current(param, states.get(param, _NO_ENTRY), config)
                 if cache is None or tensors is None:
-                    cache, tensors = self._new_cache(write_back, param, index + 1)
+                    cache, tensors = self._new_cache(write_back, param, group, index + 1)
                     caches[index] = cache
                 else:
                     cache.is_first = False
@@ -390,7 +408,7 @@ class QuantizedOptimizer(Optimizer):
                 if prepared.kind is not kind or grad.dtype is not dtype or batch is None:
                     kind, dtype = prepared.kind, grad.dtype
                     key = (rule, id(kind), dtype)  # kinds live forever
-                    batch = batches.setdefault(key, _Batch(rule, [], [], []))
+                    batch = batches.setdefault(key, Batch(rule, [], [], []))
                 if grad.is_sparse or dtype not in FLOAT_DTYPES:
                     self._check(param)
                 cache.group = number
@@ -401,7 +419,11 @@ class QuantizedOptimizer(Optimizer):
         return for_torch, batches.values()
 
     def _new_cache(
-        self, write_back: list[tuple[Tensor, Tensor]], param: Tensor, position: int
+        self,
+        write_back: list[tuple[Tensor, Tensor]],
+        param: Tensor,
+        group: Mapping[str, Any],
+        position: int,
     ) -> tuple[ParamStepCache, list[Tensor]]:
         """Decide what updates a parameter, and make its states where there are none."""
         config = self.quantization_config
@@ -412,11 +434,13 @@ class QuantizedOptimizer(Optimizer):
         if not quantized and self.torch_class and param.dtype == torch.float32:
             return cache, []
         self._check(param)
-        formats = self._formats() if quantized else _FULL_PRECISION[: len(self.state_names)]
+        formats = self._formats(group)
+        if not quantized:
+            formats = dict(zip(formats, FULL_PRECISION, strict=False))
         entry = self.state[param]
         cache.is_first = not entry
         if cache.is_first:
-            for name, fmt in zip(self.state_names, formats, strict=True):
+            for name, fmt in formats.items():
                 entry.update(zero_state(param, name, fmt))
         if not isinstance(entry.get(STEP), Tensor):
             entry[STEP] = torch.tensor(entry.get(STEP, 0.0), dtype=torch.float32, device="cpu")
@@ -424,7 +448,7 @@ class QuantizedOptimizer(Optimizer):
         if not local.is_contiguous():
             write_back.append((local, local := local.contiguous()))
         cache.first_group = first_row(param) * groups_per_row(row_pieces(param).length)
-        return cache, cache.fill(local, entry, self.state_names, formats)
+        return cache, cache.fill(local, entry, formats)
 
     def _check(self, param: Tensor) -> None:
         """Refuse a parameter or gradient that has no quantized update."""
@@ -440,13 +464,27 @@ class QuantizedOptimizer(Optimizer):
                     "allowed: float32, bfloat16. Convert the model, e.g. `model.bfloat16()`."
                 )
 
-    def _launch(self, batch: _Batch) -> None:
-        config, caches = self.quantization_config, batch.caches
-        _advance(caches)
+    def _launch(self, batch: Batch) -> None:
+        """Update the parameters of a batch."""
+        advance(batch.caches)
+        self._run_kernel(batch, batch.prepared, self.quantization_config.stochastic_rounding)
+
+    def _run_kernel(
+        self,
+        batch: Batch,
+        prepared: Sequence[PreparedTensor],
+        stochastic: bool,
+        scalars_of: Callable[[Mapping[str, Any], int, bool], list[float]] | None = None,
+    ) -> None:
+        """Launch the kernel on the tensors of a batch, whose step counters have advanced.
+
+        ``scalars_of`` is used in place of ``_scalars``.
+        """
+        caches, scalars_of = batch.caches, scalars_of or self._scalars
         keys = [(cache.group, cache.count, cache.is_first) for cache in caches]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         scalars = torch.tensor(
-            [self._scalars(self.param_groups[key[0]], *key[1:]) for key in rows],
+            [scalars_of(self.param_groups[key[0]], *key[1:]) for key in rows],
             dtype=torch.float32,
             device="cpu",
         )
@@ -456,13 +494,16 @@ class QuantizedOptimizer(Optimizer):
             scalars = scalars[torch.tensor([rows[key] for key in keys], device="cpu")]
         optimizer_step(
             batch.tensors,
-            [cache.prepared for cache in caches],  # type: ignore[misc]  # `_collect` checked it
+            prepared,
             [(grad if grad.dim() else grad.view(1)).contiguous() for grad in batch.grads],
             scalars,
-            [derive_seed(config.seed, cache.count, cache.position) for cache in caches],
+            [
+                derive_seed(self.quantization_config.seed, cache.count, cache.position)
+                for cache in caches
+            ],
             [cache.first_group for cache in caches],
             batch.rule,
-            config.stochastic_rounding,
+            stochastic,
         )
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -490,16 +531,17 @@ class QuantizedOptimizer(Optimizer):
     def full_precision_state_dict(self) -> dict[str, Any]:
         """Return a copy of the state as torch's optimizer has it, with fp32 states for codes."""
         result = self.state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
         for index, entry in list(result["state"].items()):
+            param, group = params[index]
             plain = {
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in entry.items()
-                if not is_part(key) and (self.has_step or key != STEP)
+                if not is_part(key) and (self._counts_steps(group) or key != STEP)
             }
-            for name, fmt in zip(self.state_names, self._formats(), strict=True):
+            for name, fmt in self._formats(group).items():
                 if is_quantized(entry, name):
-                    plain[name] = decoded(entry, name, params[index], fmt)
+                    plain[name] = decoded(entry, name, param, fmt)
             result["state"][index] = plain
         for group in result["param_groups"]:
             group.pop(STAMP, None)
@@ -514,9 +556,9 @@ class QuantizedOptimizer(Optimizer):
         return read_entry(
             param,
             entry,
-            dict(zip(self.state_names, self._formats(), strict=True)),
+            self._formats(group),
             quantized=quantized,
-            has_step=self.has_step,
+            has_step=self._counts_steps(group),
             step_device=device,
             optimizer=type(self).__name__,
         )
