@@ -475,6 +475,9 @@ def muon_groups(
     for name, param in module.named_parameters():
         group = rest if id(param) in chosen or param.dim() != 2 else muon
         group["params"].append((name, param))
+    for group in (muon, rest):
+        if not group["params"]:
+            group["param_names"] = []  # torch wants names in all groups or none
     return muon, rest
 
 

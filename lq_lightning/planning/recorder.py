@@ -153,11 +153,12 @@ class Recorder(OperatorMode):
             self._count_tokens(*args[:2])
         if fake and name in _READS:
             return self._read(name, args[0])
+        operands = compat.operands_of_fake_group(name, args)
         if not fake and not self._makes_large(func, name, args, kwargs):
-            return func(*args, **kwargs)
+            return func(*operands, **kwargs)
         try:
             with self.fake_mode:
-                result = func(*args, **kwargs)
+                result = func(*operands, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise SimulationError(
                 f"`{name}` cannot be simulated: {str(error).splitlines()[0]}. What a module does "

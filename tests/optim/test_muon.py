@@ -271,6 +271,12 @@ def test_embeddings_heads_and_vectors_go_to_adamw(tied: bool) -> None:
     assert reasons["down.weight"] is None
 
 
+def test_a_group_may_be_empty() -> None:
+    for module in (nn.Linear(40, 64, bias=False), nn.LayerNorm(4)):
+        optimizer = QuantizedMuon(muon_groups(module))
+        assert len(optimizer.quantization_plan()) == len(list(module.parameters()))
+
+
 def loss_of(model: nn.Module, step: int) -> Tensor:
     tokens = torch.randint(50, (8, 16), generator=torch.Generator().manual_seed(step % 4))
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())

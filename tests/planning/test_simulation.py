@@ -38,14 +38,15 @@ class _Block(nn.Module):
 
 
 class _Model(LightningModule):
+    vocabulary = VOCABULARY
     reads: Any = staticmethod(lambda loss: None)
 
     def configure_model(self) -> None:
         if hasattr(self, "layers"):
             return
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.embedding = nn.Embedding(self.vocabulary, WIDTH)
         self.layers = nn.ModuleList(_Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = nn.Linear(WIDTH, self.vocabulary, bias=False)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.embedding(batch[:, :-1])
@@ -58,6 +59,13 @@ class _Model(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class _MuonModel(_Model):
+    vocabulary = 4 * WIDTH  # as long as no other matrix
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return lq.QuantizedMuon(lq.muon_groups(self))
 
 
 class _Traffic(Callback):
@@ -74,7 +82,8 @@ def _trainer(overrides: dict[str, Any], **options: Any) -> tuple[Trainer, Lightn
     for name in ("plugins", "callbacks"):
         overrides[name] = [*options.pop(name), *overrides[name]]
     data = DataLoader(torch.ones(64, 33, dtype=torch.int64), batch_size=4)
-    return Trainer(**options, **overrides), _Model(), data
+    module = options.pop("module", _Model)
+    return Trainer(**options, **overrides), module(), data
 
 
 def _simulated(rank: int = 0, ranks: int = 1, per_node: int = 1, **options: Any) -> Trace:
@@ -131,6 +140,27 @@ def test_a_simulated_rank_sends_and_holds_what_a_real_one_does() -> None:
     for owner, nbytes in held.items():
         alive = [s for s in trace.storages if s.owner == owner and s.died is None]
         assert sum(s.nbytes for s in alive) == pytest.approx(nbytes, rel=1e-6), owner
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (12, 16)])
+def test_muon_gathers_each_matrix_once(rank: int, ranks: int) -> None:
+    trace = _simulated(rank, ranks, 8, module=_MuonModel)
+    events = [e for e in trace.last_step() if getattr(e, "phase", "") == "optimizer"]
+    exchanges = [e for e in events if getattr(e, "kind", "") == "all_to_all"]
+    assert [e.ranks for e in exchanges] == [ranks] * 2
+    matrices = 8 * 2 * WIDTH * WIDTH  # elements
+    # it sends the pieces of others' matrices, and returns theirs to the others
+    pieces = 2 * matrices / ranks
+    assert exchanges[0].nbytes == pytest.approx(pieces, rel=0.1)
+    owned = rank < 8
+    assert bool(exchanges[1].nbytes) == owned
+    products = sum(e.flops for e in events if isinstance(e, Operator))
+    short, long = WIDTH, 2 * WIDTH
+    of_one = 5 * 2 * short * short * (2 * long + short)
+    assert products == (of_one * (8 // min(ranks, 8)) if owned else 0)
+    held = [s for s in trace.storages if s.owner == "optimizer state" and s.died is None]
+    codes = [s.shape for s in held if s.dtype == torch.uint8]
+    assert codes.count((WIDTH // ranks, 2 * WIDTH)) == (4 if rank == 0 else 0)  # others are small
 
 
 def test_a_thousand_ranks_are_one() -> None:

@@ -36,7 +36,13 @@ from lq_lightning import (
 from lq_lightning._compat.tensor_parallel import replicated_parameters
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, QuantizedSGD
+from lq_lightning.optim import (
+    OptimizerQuantization,
+    QuantizedAdamW,
+    QuantizedMuon,
+    QuantizedSGD,
+    muon_groups,
+)
 
 STATES = OptimizerQuantization(min_numel=256)
 
@@ -211,6 +217,79 @@ def test_sgd_and_single_device_resume_bit_exactly(tmp_path: Path) -> None:
         assert all(c.dtype == torch.uint8 for c in state_of(resumed, "_codes"))
         groups = [g["lr"] for r in (resumed, whole_run) for g in r.optimizers[0].param_groups]
         assert groups[:2] == groups[2:]
+
+
+class Matrices(Wide):
+    """Trains matrices with Muon and the rest with AdamW: one optimizer, or two by hand."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = optimizer == "one"
+
+    def configure_optimizers(self) -> Any:
+        groups = muon_groups(self)
+        if self.automatic_optimization:
+            options = {"adjust_lr_fn": "match_rms_adamw", "quantization": STATES}
+            return QuantizedMuon(groups, self.lr, **options)  # type: ignore[arg-type]
+        matrices, others = ([param for _, param in group["params"]] for group in groups)
+        muon = torch.optim.Muon(matrices, self.lr, adjust_lr_fn="match_rms_adamw")
+        return muon, torch.optim.AdamW(others, self.lr)
+
+    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(tokens, batch_idx)
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
+
+
+def _fit_matrices(root: str, optimizer: str, states: Any = STATES, **options: Any) -> Any:
+    torch.manual_seed(0)
+    losses = Losses()
+    plugins = [QuantizedPrecision(optimizer_state=states)]
+    path, strategy = options.pop("ckpt_path", None), options.pop("strategy", "auto")
+    run = trainer(strategy, root, plugins=plugins, callbacks=[losses], **options)
+    run.fit(Matrices(optimizer), loader(), ckpt_path=path)
+    return run, losses.values
+
+
+def test_two_optimizers_by_hand_are_both_quantized(tmp_path: Path) -> None:
+    options = {"devices": 1, "max_epochs": 2}
+    _, exact = _fit_matrices(str(tmp_path), "two", "none", **options)
+    run, losses = _fit_matrices(str(tmp_path), "two", **options)
+    assert [type(o) for o in run.optimizers] == [QuantizedMuon, QuantizedAdamW]
+    plans = [{e.name for e in o.quantization_plan() if not e.reason} for o in run.optimizers]
+    assert "wide.weight" in plans[0]
+    assert not plans[1]  # has vectors and the embedding
+    assert losses != exact
+    assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) < 0.05
+    assert exact[-1] < exact[0] - 0.3, "the model does not learn, so the test shows nothing"
+
+
+def _muon_on_ranks(rank: int, world: int, root: str) -> None:
+    def strategy() -> Any:
+        return QuantizedFSDPStrategy(min_quantized_numel=64)
+
+    options = {"devices": world, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+    done, whole = _fit_matrices(root, "one", strategy=strategy(), max_epochs=2, **options)
+    assert type(done.optimizers[0]) is QuantizedMuon
+    assert whole[-1] < whole[0]
+    short, first = _fit_matrices(root, "one", strategy=strategy(), max_epochs=1, **options)
+    path = f"{root}/muon.ckpt"
+    short.save_checkpoint(path)
+    resume = {"ckpt_path": path, "max_epochs": 2, **options}
+    assert first + _fit_matrices(root, "one", strategy=strategy(), **resume)[1] == whole
+
+
+def test_muon_resumes_on_ranks(tmp_path: Path) -> None:
+    run_trainer(_muon_on_ranks, 2, str(tmp_path))
+    path = str(tmp_path / "muon.ckpt")  # and in one process
+    options = {"devices": 1, "max_epochs": 2, "ckpt_path": path, "limit_train_batches": 2}
+    run, _ = _fit_matrices(str(tmp_path), "one", strategy=QuantizedFSDPStrategy(), **options)
+    assert len(state_of(run, "momentum_buffer_codes")) == 3
 
 
 def _resumes_on_ranks(rank: int, world: int, root: str, strategy: str) -> None:
