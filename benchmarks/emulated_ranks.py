@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,11 +66,13 @@ class Plan:
 
     Attributes:
         exact: Regular expression of parameters that travel in full precision all the same.
+        optimizer: ``"adamw"``, or for matrices ``"muon"`` (torch's) or ``"muon8"``.
     """
 
     weights: Codes | None = None
     gradients: Codes | None = None
     exact: str | None = None
+    optimizer: Literal["adamw", "muon", "muon8"] = "adamw"
 
 
 class Unit:

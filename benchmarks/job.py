@@ -44,6 +44,12 @@ from lq_lightning.data_parallel import (
     quantized_all_reduce_hook,
 )
 from lq_lightning.foundation.groups import RankGroups
+from lq_lightning.optim import (
+    OptimizerQuantization,
+    QuantizedMuon,
+    embedding_weights,
+    muon_groups,
+)
 
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
 
@@ -63,6 +69,8 @@ class Variant:
         rank: Rank of ``"powersgd"``.
         every: Steps that nodes train alone, each with a model sharded over its ranks (local steps);
             0 for none.
+        optimizer: AdamW; or, for matrices, ``torch.optim.Muon``, or ``QuantizedMuon`` with states
+            in fp32 or 8 bits.
     """
 
     weights: WeightQuantization | None = None
@@ -73,6 +81,23 @@ class Variant:
     ddp: Literal["none", "bf16", "8-bit", "powersgd"] | None = None
     rank: int = 32
     every: int = 0
+    optimizer: Literal["adamw", "muon", "muon32", "muon8"] = "adamw"
+
+    def make_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        """Return the optimizers of a model."""
+        if self.optimizer == "adamw":
+            return [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)]
+        groups = muon_groups(model)
+        options: dict[str, Any] = {"lr": 1e-4, "adjust_lr_fn": "match_rms_adamw"}
+        if self.optimizer == "muon":
+            matrices, others = ([param for _, param in group["params"]] for group in groups)
+            adamw = torch.optim.AdamW(others, lr=1e-4, fused=True)
+            return [torch.optim.Muon(matrices, **options), adamw]
+        states = OptimizerQuantization()
+        if self.optimizer == "muon32":
+            states = OptimizerQuantization(first_moment="float32", second_moment="float32")
+        kept = embedding_weights(model)
+        return [QuantizedMuon(groups, **options, quantization=states, full_precision=kept)]
 
 
 def _quantized(**gradients: Any) -> Variant:
@@ -96,6 +121,10 @@ VARIANTS = {
     "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
     **{f"local-{every}": Variant(every=every) for every in (8, 16, 32, 64)},
     "no-communication": Variant(communicate=False),
+    **{f"fsdp2-{name}": Variant(optimizer=name) for name in ("muon", "muon32", "muon8")},  # type: ignore[arg-type]
+    "ddp-muon": Variant(ddp="none", optimizer="muon"),
+    "ddp-muon8": Variant(ddp="none", optimizer="muon8"),
+    "quantized-muon8": replace(_quantized(), optimizer="muon8"),
 }
 
 
@@ -172,7 +201,7 @@ class Job:
         fully_shard(self.model, **options)
         self.model.to_empty(device=device)
         self.model.reset_local_shards(seed=rank)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizers = variant.make_optimizers(self.model)
         if variant.weights is not None or variant.gradients is not None:
             self.communication = quantize_communication(
                 self.model,
@@ -180,7 +209,8 @@ class Job:
                 gradients=variant.gradients,
                 topology=self.topology,
             )
-            self.communication.register_optimizer(self.optimizer)
+            for optimizer in self.optimizers:
+                self.communication.register_optimizer(optimizer)
         if variant.every:
             self._train_alone(variant.every, mesh)
 
@@ -210,7 +240,7 @@ class Job:
         self.model.reset_local_shards(seed=0)
         if compile_blocks:
             self.model.compile_units()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizers = variant.make_optimizers(self.model)
         node_size = self.topology.node_size
         self.called = ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         if variant.ddp == "bf16":
@@ -244,9 +274,10 @@ class Job:
     def update(self) -> None:
         """Apply the gradients and free them."""
         if self.local is not None:
-            self.local.begin_step(self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            self.local.begin_step(self.optimizers[0])
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.steps += 1
         if self.local is not None:
             self.local.steps += 1

@@ -69,7 +69,7 @@ def train(
     began = time.perf_counter()
     if name == PERTURBED:
         lanes = [replace(lane, start=lane.start + 1) for lane in lanes]
-    training = start(lanes, corpus, args, trunk)
+    training = start(lanes, corpus, args, trunk, VARIANTS[name].optimizer)
     first, kept = training.step, take_steps(training, name, training.preset.steps)
     found = training.validate().tolist()
     main = found
@@ -96,10 +96,11 @@ def start(
     corpus: Corpus,
     args: argparse.Namespace,
     trunk: StackedTraining | None = None,
+    optimizer: str = "adamw",
 ) -> StackedTraining:
     """Return trainings that have not begun, or that continue a trunk."""
     sizes = (args.sizes, lanes, args.nodes, args.node_size, args.forward)
-    return StackedTraining(corpus, args.device, *sizes, trunk)
+    return StackedTraining(corpus, args.device, *sizes, trunk, optimizer)
 
 
 def take_steps(training: StackedTraining, name: str, last: int) -> Tensor:

@@ -117,6 +117,9 @@ _EIGHT = Codes(inter=replace(_LONG_GROUPS, code="int8"))
 VARIANTS: dict[str, Plan] = {
     BASELINE: Plan(),
     PERTURBED: Plan(),  # from weights that are 0.1% off
+    # Both to be compared with each other, and from a trunk of AdamW without momentum.
+    "muon": Plan(optimizer="muon"),
+    "muon8": Plan(optimizer="muon8"),
     "both": BOTH,  # the library's default
     "differences": Plan(weights=DIFFERENCES),
     "gradients": Plan(gradients=GRADIENTS),

@@ -28,6 +28,7 @@ from lq_lightning.optim import (
     QuantizedAdam,
     QuantizedAdamW,
     QuantizedLion,
+    QuantizedMuon,
     QuantizedOptimizer,
     QuantizedSGD,
 )
@@ -169,6 +170,11 @@ def cases() -> dict[str, tuple[torch.dtype, Callable[[Sequence[torch.Tensor]], A
     for kind in (QuantizedLion, QuantizedSGD):
         make = partial(kind, quantization=config("expanded_fp8"))
         chosen[f"{kind.__name__} expanded_fp8"] = (fp32, make)
+    chosen["torch Muon"] = (fp32, torch.optim.Muon)  # products take most of its time
+    chosen["QuantizedMuon expanded_fp8"] = (
+        fp32,
+        partial(QuantizedMuon, quantization=config("expanded_fp8")),
+    )
     for module, name in (
         ("torchao.optim", "AdamWFp8"),
         ("torchao.optim", "AdamW8bit"),

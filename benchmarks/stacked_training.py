@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from corpus import Corpus
@@ -13,6 +15,8 @@ from emulated_ranks import EmulatedRanks, Plan, Tensors, Unit
 from loss_variants import Preset
 from stacked_models import initial, losses, shapes, units, vocabulary
 from torch import Tensor
+
+from lq_lightning.optim import QuantizedMuon
 
 CLIP = 1.0  # largest norm of gradients
 PERTURBATION = 1e-3  # relative deviation of normal noise on the weights that a start adds
@@ -93,6 +97,7 @@ class StackedTraining:
         forward: ``stacked_models.losses``, or a compiled version.
         trunk: A training of the same seeds to continue, with its weights, moments and step; lanes
             that do not start at 0 take its weights 0.1% off. Without it weights are drawn.
+        optimizer: As of ``Plan``. Muon takes over a trunk's moments of AdamW, but no momentum.
 
     Attributes:
         masters: fp32 weights ``[S, ...]``, which the optimizer updates.
@@ -111,6 +116,7 @@ class StackedTraining:
         node_size: int,
         forward: Losses = losses,
         trunk: StackedTraining | None = None,
+        optimizer: str = "adamw",
     ) -> None:
         world = nodes * node_size
         self.preset, self.lanes, self.step = preset, tuple(lanes), 0
@@ -129,21 +135,46 @@ class StackedTraining:
             drawn = start_weights(preset, corpus.vocab, self.lanes)
         self.masters = {n: w.to(device, copy=True).requires_grad_() for n, w in drawn.items()}
         self.norms: list[Tensor] = []
-        self.optimizer = torch.optim.AdamW(
-            self.masters.values(),
-            lr=preset.lr,
-            betas=(0.9, 0.95),
-            weight_decay=0.1,
-            fused=device.type == "cuda",
-        )
+        self._matrices: dict[str, list[Tensor]] = {}  # of Muon, by lane
+        if optimizer != "adamw":
+            self._matrices = {
+                name: [matrix.detach().requires_grad_() for matrix in master]
+                for name, master in self.masters.items()
+                if master.dim() == 3 and name not in words
+            }
+        self.optimizers = self._make_optimizers(optimizer)
         if trunk is not None:
             self.step = trunk.step
-            for name, master in self.masters.items():
-                moments = trunk.optimizer.state[trunk.masters[name]]
-                self.optimizer.state[master] = {k: v.clone() for k, v in moments.items()}
+            self._take_moments(trunk)
         orders = [order_of(len(self.train), preset, lane.seed, world) for lane in self.lanes]
         self._order = torch.stack(orders, dim=1).to(device)  # [steps, S, W, batch]
         self.ranks.publish(self.masters, Plan())
+
+    def _take_moments(self, trunk: StackedTraining) -> None:
+        """Copy the moments of the parameters that AdamW updates."""
+        taken = self.optimizers[0]
+        own = {id(master): trunk.masters[name] for name, master in self.masters.items()}
+        params = [param for group in taken.param_groups for param in group["params"]]
+        entries = {
+            index: trunk.optimizers[0].state[own[id(param)]]
+            for index, param in enumerate(params)
+            if id(param) in own
+        }
+        taken.load_state_dict({**taken.state_dict(), "state": deepcopy(entries)})
+
+    def _make_optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
+        """AdamW first, also where Muon has a part of it."""
+        options: dict[str, Any] = {"lr": self.preset.lr, "weight_decay": 0.1}
+        rest = [master for name, master in self.masters.items() if name not in self._matrices]
+        matrices = [matrix for lanes in self._matrices.values() for matrix in lanes]
+        muon = {**options, "adjust_lr_fn": "match_rms_adamw"}
+        if kind == "muon8":
+            groups = [{"params": matrices}, {"params": rest, "muon": False}]
+            kept = [self.masters[n] for n in self.masters if "tokens" in n or "positions" in n]
+            return [QuantizedMuon(groups, **muon, betas=(0.9, 0.95), full_precision=kept)]
+        fused = self.train.device.type == "cuda"
+        adamw = torch.optim.AdamW(rest, **options, betas=(0.9, 0.95), fused=fused)
+        return [adamw, torch.optim.Muon(matrices, **muon)] if matrices else [adamw]
 
     def branch(self, lanes: Sequence[Lane]) -> Tensors:
         """Return the weights with which lanes of the same seeds go on, ``[S, ...]``."""
@@ -178,10 +209,16 @@ class StackedTraining:
         clip = (CLIP / (norms + 1e-6)).clamp(max=1.0)
         for name, master in self.masters.items():
             master.grad = gradients[name] * clip.view(-1, *[1] * (master.dim() - 1))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.preset.lr * learning_rate_factor(self.preset, self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for name, matrices in self._matrices.items():
+            for matrix, gradient in zip(matrices, self.masters[name].grad, strict=True):  # type: ignore[arg-type]
+                matrix.grad = gradient
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.preset.lr * learning_rate_factor(self.preset, self.step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for name in self._matrices:
+            self.masters[name].grad = None
         self.ranks.publish(self.masters, plan)
         self.step += 1
         return found

@@ -50,7 +50,9 @@ from lq_lightning.data_parallel import Traffic, embedding_params
 from lq_lightning.data_parallel.unit import ring_bytes
 
 DEFAULT_VARIANTS = [
-    name for name, v in VARIANTS.items() if v.communicate and v.ddp is None and not v.every
+    name
+    for name, v in VARIANTS.items()
+    if v.communicate and v.ddp is None and not v.every and v.optimizer == "adamw"
 ]
 
 

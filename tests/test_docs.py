@@ -309,7 +309,9 @@ def _parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 WITH_OPTIONS = [name for name in lq_lightning.__all__ if name[0].isupper()]
-OPTIMIZERS = {"QuantizedAdam", "QuantizedAdamW", "QuantizedLion", "QuantizedSGD"}
+OPTIMIZERS = {"QuantizedAdam", "QuantizedAdamW", "QuantizedLion", "QuantizedSGD"} | {
+    "QuantizedMuon"
+}
 WITHOUT_OPTIONS = {"ActivationPlan", "CommunicationPlan", "FullyShardedPrecision", "Topology"} | {
     "CodecSpec",
     "QuantizedActivations",

@@ -54,7 +54,7 @@ def orthogonalize(
     """Move the singular values of matrices toward one.
 
     Args:
-        x_NAB: ``[N, A, B]`` bf16.
+        x_NAB: ``[N, A, B]`` bf16, overwritten.
         coefficients: Of ``x``, its third and its fifth power.
         steps: Iterations.
         eps: Smallest norm to divide by.
@@ -65,7 +65,7 @@ def orthogonalize(
     a, b, c = coefficients
     upright = x_NAB.shape[1] > x_NAB.shape[2]
     x = x_NAB.mT if upright else x_NAB
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
     for _ in range(steps):
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

@@ -40,11 +40,11 @@ BufferName = Literal["int8", "fp8_e4m3", "none"]
 class QuantizedPrecision(FullyShardedPrecision):
     """Keeps optimizer states and gradient sums in 8 bits; ``configure_optimizers`` stays as it is.
 
-    The optimizers that the module configures (``torch.optim.AdamW``, ``Adam``, ``SGD`` with
-    momentum, or a Lion) become their quantized twins in place, so that learning-rate schedulers,
-    parameter groups and hooks go on working. With ``accumulate_grad_batches`` the gradient sums
-    between micro-batches are codes too. Small and 1-D tensors and embeddings stay in full precision
-    (``lq_lightning.optim.OptimizerQuantization``).
+    The optimizers that the module configures (``torch.optim.AdamW``, ``Adam``, ``Muon``, ``SGD``
+    with momentum, or a Lion) become their quantized twins in place, so that learning-rate
+    schedulers, parameter groups and hooks go on working. With ``accumulate_grad_batches`` the
+    gradient sums between micro-batches are codes too. Small and 1-D tensors and embeddings stay in
+    full precision (``lq_lightning.optim.OptimizerQuantization``).
 
     Works with ``strategy="quantized_fsdp"``, ``"ddp"``, ``ModelParallelStrategy`` and on a single
     device.
