@@ -2,15 +2,9 @@
 
 from .base import ParameterPlan, QuantizedOptimizer
 from .config import OptimizerQuantization, embedding_weights, refuse_codes
-from .optimizers import (
-    QuantizedAdam,
-    QuantizedAdamW,
-    QuantizedLion,
-    QuantizedMuon,
-    QuantizedSGD,
-    muon_groups,
-    quantize_optimizer,
-)
+from .conversion import quantize_optimizer
+from .muon import QuantizedMuon, muon_groups
+from .optimizers import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
 
 __all__ = [
     "OptimizerQuantization",

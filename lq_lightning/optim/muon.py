@@ -1,287 +1,288 @@
-"""Orthogonalized updates of matrices, each by one of the ranks that hold its pieces.
-
-[Note: rounds]
-
-Newton-Schulz iterations need whole matrices. Each matrix has an owner among the ranks that hold its
-pieces. The pieces of its update travel there once, in bf16, and the pieces of the result travel
-back: 4 bytes per parameter, of which a rank keeps its own. Owners are chosen so that all have about
-as much to compute.
-
-Matrices are handled in rounds, so that no rank owns more than 64 MiB of updates in one, or one
-matrix that is larger. A round holds the pieces of this rank, the matrices that it owns, and
-up to three times as much while these are multiplied; while that goes on, the pieces of the next
-round are on their way.
-
-A mesh of several axes (FSDP2 and tensor parallelism) takes one exchange per axis, the last axis
-first. All ranks derive the same rounds from shapes and placements, and take part in the same
-exchanges in the same order, provided that they have gradients of the same parameters.
-"""
+"""Muon with a quantized momentum, and AdamW for what is no matrix, in one optimizer."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
-from lq_lightning._compat.tensors import ShardGrid, pieces_of_ranks, shard_grid
-from lq_lightning._compat.torch import copy_all
-from lq_lightning.kernels.optimizer_step import PreparedTensor
+from lq_lightning._compat.torch import scale_and_add_all
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.parameters import embedding_params
+from lq_lightning.kernels.message.operators import count_write
+from lq_lightning.kernels.optimizer_step import prepare
 
-_ALIGNED = 8  # elements, so that the kernel reads and writes 16 bytes at once
+from .base import FULL_PRECISION, Batch, ParamStepCache, QuantizedOptimizer, advance, excluded
+from .config import OptimizerQuantization
+from .optimizers import QuantizedAdamW, adam_scalars
+from .orthogonalization import Round, Views, learning_rate_ratio, plan_rounds
 
-Key = tuple[int, tuple[int, ...]]
-"""A piece: number of its matrix, and coordinates of the rank that holds it."""
-Views = dict[Key, Tensor]
-
-
-def learning_rate_ratio(shape: Sequence[int], adjust: str | None) -> float:
-    """Factor of the learning rate of a matrix, as ``adjust_lr_fn`` of ``torch.optim.Muon`` says."""
-    rows, columns = shape
-    if adjust == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1.0, rows / columns))
-
-
-def orthogonalize(
-    x_NAB: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
-    """Move the singular values of matrices toward one.
-
-    Args:
-        x_NAB: ``[N, A, B]`` bf16, overwritten.
-        coefficients: Of ``x``, its third and its fifth power.
-        steps: Iterations.
-        eps: Smallest norm to divide by.
-
-    Returns:
-        ``[N, A, B]`` bf16, each as ``torch.optim.Muon`` computes it.
-    """
-    a, b, c = coefficients
-    upright = x_NAB.shape[1] > x_NAB.shape[2]
-    x = x_NAB.mT if upright else x_NAB
-    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
-    for _ in range(steps):
-        gram = x @ x.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x.mT if upright else x
+_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "adamw_eps": 1e-8}
+_ADJUSTMENTS = ("original", "match_rms_adamw")
+_FIXED = {"maximize": False, "decoupled_weight_decay": True}
+_MAX_PLANS = 8  # of rounds that are kept, for batches of different parameters
 
 
-class Hop(NamedTuple):
-    """One exchange: the pieces that go to each rank of a group, and those that come from each."""
-
-    group: dist.ProcessGroup
-    sent: tuple[tuple[Key, ...], ...]
-    received: tuple[tuple[Key, ...], ...]
-
-    @property
-    def back(self) -> Hop:
-        """The exchange that returns everything."""
-        return Hop(self.group, self.received, self.sent)
+def _is_muon(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("muon", True))  # groups of ``torch.optim.Muon`` do not say it
 
 
-@dataclass(slots=True, eq=False)
-class Round:
-    """Matrices whose updates are orthogonalized together.
+class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
+    """Muon with a quantized momentum for matrices, and quantized AdamW for all other parameters.
 
-    Attributes:
-        matrices: Numbers of the matrices.
-        owned: Those that this rank computes.
-        pieces: Index of each piece in its matrix.
-        hops: Exchanges from the ranks that hold pieces to the owners.
-        local: Pieces of this rank, in the order in which they are sent.
-        prepared: What the kernel knows of the updates, by matrix, for the next step.
-    """
+    Parameters of groups with ``"muon": True``, which is the default, are updated as by
+    ``torch.optim.Muon``, those of groups with ``"muon": False`` as by ``torch.optim.AdamW``.
+    :func:`muon_groups` makes the two groups of a model. Each group may have its own ``lr`` and
+    ``weight_decay``.
 
-    matrices: tuple[int, ...]
-    owned: tuple[int, ...]
-    pieces: dict[Key, tuple[slice, ...]]
-    hops: list[Hop]
-    local: tuple[Key, ...]
-    prepared: dict[int, PreparedTensor] = field(default_factory=dict)
-
-    def buffer(self, keys: Iterable[Key], device: torch.device) -> tuple[Tensor, Views]:
-        """A buffer of zeros for pieces, and the pieces in it."""
-        keys = list(keys)
-        flat = torch.zeros(sum(map(self._room, keys)), dtype=torch.bfloat16, device=device)
-        return flat, self._views(flat, keys)
-
-    def gathered(self, flat: Tensor) -> Generator[None, None, Views]:
-        """Bring the pieces of a buffer of ``local`` to the owners.
-
-        Yields when each exchange has begun, and returns the pieces of the matrices that are owned.
-        """
-        return (yield from self._travel(flat, self.local, self.hops))
-
-    def scattered(self, flat: Tensor) -> Generator[None, None, Views]:
-        """Bring the pieces of a buffer of ``owned_keys`` to the ranks that hold them."""
-        hops = [hop.back for hop in reversed(self.hops)]
-        return (yield from self._travel(flat, self.owned_keys, hops))
-
-    @property
-    def owned_keys(self) -> tuple[Key, ...]:
-        """Pieces of the matrices that this rank owns, in the order in which they arrive."""
-        return _joined(self.hops[-1].received) if self.hops else self.local
-
-    def _travel(
-        self, flat: Tensor, keys: Sequence[Key], hops: Sequence[Hop]
-    ) -> Generator[None, None, Views]:
-        views = self._views(flat, keys)
-        for number, hop in enumerate(hops):
-            if number:
-                flat, onward = self.buffer(_joined(hop.sent), flat.device)
-                copy_all(tuple(onward.values()), tuple(views[key] for key in onward))
-            arriving, leaving = self._sizes(hop.received), self._sizes(hop.sent)
-            received = flat.new_empty(sum(arriving))
-            work = dist.all_to_all_single(
-                received, flat, arriving, leaving, group=hop.group, async_op=True
-            )
-            yield
-            work.wait()
-            flat, views = received, self._views(received, _joined(hop.received))
-        return views
-
-    def _views(self, flat: Tensor, keys: Iterable[Key]) -> Views:
-        views, at = {}, 0
-        for key in keys:
-            shape = self._shape(key)
-            views[key] = flat[at : at + math.prod(shape)].view(shape)
-            at += self._room(key)
-        return views
-
-    def _shape(self, key: Key) -> tuple[int, ...]:
-        return tuple(part.stop - part.start for part in self.pieces[key])
-
-    def _sizes(self, keys_of_ranks: Iterable[tuple[Key, ...]]) -> list[int]:
-        return [sum(map(self._room, keys)) for keys in keys_of_ranks]
-
-    def _room(self, key: Key) -> int:
-        return -(-math.prod(self._shape(key)) // _ALIGNED) * _ALIGNED
-
-    def orthogonalize(
-        self, views: Views, shapes: Sequence[torch.Size], groups: Sequence[Mapping[str, Any]]
-    ) -> Tensor:
-        """Orthogonalize the matrices that this rank owns.
-
-        Args:
-            views: Their pieces.
-            shapes: Shape of each matrix of all rounds.
-            groups: Parameter group of each.
-
-        Returns:
-            A buffer of ``owned_keys``.
-        """
-        device = next((view.device for view in views.values()), torch.device("cpu"))
-        flat, results = self.buffer(self.owned_keys, device)
-        alike: dict[Any, list[int]] = defaultdict(list)
-        for number in self.owned:
-            group = groups[number]
-            options = (tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
-            alike[shapes[number], options].append(number)
-        for (shape, options), numbers in alike.items():
-            if not shape.numel():
-                continue
-            whole = flat.new_empty(len(numbers), *shape)
-            rows = {number: row for row, number in enumerate(numbers)}
-            keys = [key for key in views if key[0] in rows]
-            places = [(rows[key[0]], self.pieces[key]) for key in keys]
-            parts = tuple(whole[row][piece] for row, piece in places)
-            copy_all(parts, tuple(views[key] for key in keys))
-            whole = orthogonalize(whole, *options)
-            parts = tuple(whole[row][piece] for row, piece in places)
-            copy_all(tuple(results[key] for key in keys), parts)
-        return flat
-
-
-def _joined(keys: Iterable[tuple[Key, ...]]) -> tuple[Key, ...]:
-    return tuple(key for some in keys for key in some)
-
-
-def plan_rounds(params: Sequence[Tensor], most: int) -> list[Round]:
-    """Choose owners and rounds of matrices.
+    Each matrix that is sharded (FSDP2, tensor parallelism, also both) is orthogonalized by one of
+    its ranks, to which the others send their pieces of its update. These ranks must have gradients
+    of the same matrices.
 
     Args:
-        params: Matrices, whole or sharded; the same on all ranks.
-        most: Bytes of updates in bf16 that a rank may own in a round, unless one matrix is larger.
+        params: Parameters, named parameters or groups.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay.
+        momentum: Momentum.
+        nesterov: Whether to look ahead.
+        ns_coefficients: Coefficients of the Newton-Schulz polynomial.
+        eps: Smallest norm of a matrix to divide by.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: Factor of the learning rate by the shape of the whole matrix: ``"original"``
+            (or None) or ``"match_rms_adamw"``, which lets one learning rate serve both kinds of
+            groups.
+        betas: Decay of AdamW's moments.
+        adamw_eps: AdamW's ``eps``.
+        update_codec: Codec of the pieces of updates that ranks exchange, the same on all ranks;
+            None sends bf16. ``CodecSpec(code="int8", group_size=128)`` halves these bytes.
+        quantization: Formats, and the choice of states that stay in fp32. Momentum has
+            ``first_moment``.
+        full_precision: Parameters whose states stay in fp32, such as ``embedding_weights(model)``.
 
     Raises:
-        NotImplementedError: A rank's part of a matrix is no contiguous block.
+        ValueError: Hyperparameters are out of range, or a group for Muon has a parameter that is no
+            matrix.
+
+    Source: Jordan et al., Muon; Liu et al., Muon is Scalable for LLM Training (``adjust_lr_fn``).
+    Differs in: 8-bit momentum; a matrix is gathered once, to one rank.
     """
-    by_grid: dict[ShardGrid, list[int]] = defaultdict(list)
-    for number, param in enumerate(params):
-        by_grid[shard_grid(param)].append(number)
-    rounds: list[Round] = []
-    for grid, numbers in by_grid.items():
-        pieces = {n: pieces_of_ranks(params[n]) for n in numbers}
-        ranks = list(pieces[numbers[0]])
-        load, held = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-        owners: dict[int, tuple[int, ...]] = {}
-        for number in sorted(numbers, key=lambda n: (-_cost(params[n]), tuple(params[n].shape), n)):
-            owner = min(ranks, key=lambda rank: load[rank])
-            nbytes = 2 * params[number].numel()
-            if held[owner] and held[owner] + nbytes > most:
-                rounds.append(_round(grid, owners, pieces))
-                owners, held = {}, dict.fromkeys(ranks, 0)
-            owners[number] = owner
-            load[owner] += _cost(params[number])
-            held[owner] += nbytes
-        rounds.append(_round(grid, owners, pieces))
-    return rounds
 
-
-def _cost(param: Tensor) -> int:
-    """Multiplications of an iteration."""
-    short, long = sorted(param.shape)
-    return short * short * (2 * long + short)
-
-
-def _round(
-    grid: ShardGrid,
-    owners: Mapping[int, tuple[int, ...]],
-    pieces: Mapping[int, Mapping[tuple[int, ...], tuple[slice, ...]]],
-) -> Round:
-    own, hops = grid.own, []
-    ranks = list(pieces[next(iter(owners))])
-    for axis in reversed(range(len(own))):
-        # Owners along the axes behind this one have the pieces of all ranks along these.
-        held = [n for n, owner in owners.items() if owner[axis + 1 :] == own[axis + 1 :]]
-
-        hops.append(
-            Hop(
-                grid.mesh.get_group(grid.axes[axis]),  # type: ignore[union-attr]  # it has axes
-                *_exchanged(axis, own, grid.sizes[axis], held, owners, ranks),
-            )
-        )
-    local = _joined(hops[0].sent) if hops else tuple((n, own) for n in owners)
-    return Round(
-        matrices=tuple(owners),
-        owned=tuple(n for n, owner in owners.items() if owner == own),
-        pieces={(n, rank): pieces[n][rank] for n in owners for rank in ranks},
-        hops=hops,
-        local=local,
+    state_names = ("momentum_buffer",)
+    has_step = False
+    update_codec: CodecSpec | None = None
+    round_nbytes: ClassVar[int] = 64 << 20  # of updates in bf16 that a rank computes together
+    # Matrices by which rounds were planned, and the rounds; not in pickles or copies.
+    _plans: Mapping[tuple[Any, ...], tuple[list[ParamStepCache], list[Round]]] = MappingProxyType(
+        {}
     )
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        update_codec: CodecSpec | None = None,
+        quantization: OptimizerQuantization | None = None,
+        full_precision: Iterable[Tensor] = (),
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+            "muon": True,
+        }
+        self.update_codec = update_codec
+        Optimizer.__init__(self, params, defaults)  # Muon's own refuses all but matrices
+        self.enable_quantization(quantization or OptimizerQuantization(), excluded(full_precision))
 
-def _exchanged(
-    axis: int,
-    own: tuple[int, ...],
-    size: int,
-    held: Sequence[int],
-    owners: Mapping[int, tuple[int, ...]],
-    ranks: Sequence[tuple[int, ...]],
-) -> list[tuple[tuple[Key, ...], ...]]:
-    """Pieces that this rank sends to each rank along an axis, and those that it receives."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle or copy keeps."""
+        return {**super().__getstate__(), "update_codec": self.update_codec}
 
-    def pieces(owner: int, source: int) -> tuple[Key, ...]:
-        at = (*own[:axis], source)
-        numbers = [n for n in held if owners[n][axis] == owner]
-        return tuple((n, rank) for n in numbers for rank in ranks if rank[: axis + 1] == at)
+    @classmethod
+    def check_group(cls, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for hyperparameters out of range and for Muon beyond matrices."""
+        super().check_group(group)
+        group = {**_ADAMW, **group}
+        signs = ("lr", "weight_decay", "momentum", "eps", "adamw_eps")
+        if any(group[name] < 0.0 for name in signs) or not 0 <= group["ns_steps"] < 100:
+            raise ValueError(
+                f"{cls.__name__}: {', '.join(f'{name}={group[name]}' for name in signs)} must be "
+                f"at least 0, ns_steps={group['ns_steps']} from 0 to 99."
+            )
+        if len(group["ns_coefficients"]) != 3:
+            raise ValueError(
+                f"{cls.__name__}(ns_coefficients={group['ns_coefficients']}) must be three numbers."
+            )
+        if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+            raise ValueError(
+                f"{cls.__name__}(betas={group['betas']}): both must be at least 0 and below 1."
+            )
+        check_choice(
+            cls.__name__, "adjust_lr_fn", group["adjust_lr_fn"] or "original", _ADJUSTMENTS
+        )
+        others = [tuple(p.shape) for p in group["params"] if p.dim() != 2]
+        if _is_muon(group) and others:
+            raise ValueError(
+                f"Muon updates matrices only, but a group has parameters of the shapes {others}. "
+                'Put them into a group with `"muon": False`, as `muon_groups(model)` does.'
+            )
 
-    sent = tuple(pieces(peer, own[axis]) for peer in range(size))
-    return [sent, tuple(pieces(own[axis], peer) for peer in range(size))]
+    def _rule(self, group: Mapping[str, Any]) -> str:
+        if not _is_muon(group):
+            return "adamw"
+        return "nesterov" if group["nesterov"] else "sgd"
+
+    def _states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return self.state_names if _is_muon(group) else QuantizedAdamW.state_names
+
+    def _counts_steps(self, group: Mapping[str, Any]) -> bool:
+        return not _is_muon(group)
+
+    def _scalars(self, group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
+        if not _is_muon(group):
+            adamw = {**_ADAMW, **group, **_FIXED}
+            return adam_scalars({**adamw, "eps": adamw["adamw_eps"]}, step, is_first)
+        # the update is added to a parameter of zeros
+        momentum = float(group["momentum"])
+        return [momentum, 1.0 - momentum, 1.0 - momentum, 0.0, 0.0, 0.0, 0.0, -1.0]
+
+    def _launch(self, batch: Batch) -> None:
+        if batch.rule == "adamw":
+            super()._launch(batch)
+            return
+        advance(batch.caches)
+        before: Iterator[None] = iter(())
+        for matrices in self._rounds(batch):
+            running = self._update(batch, matrices)
+            next(running, None)  # its pieces are on their way while the last round is computed
+            deque(before, maxlen=0)
+            before = running
+        deque(before, maxlen=0)
+
+    def _rounds(self, batch: Batch) -> list[Round]:
+        key = (self.update_codec, *map(id, batch.caches))
+        if key not in self._plans:
+            kept = list(self._plans.items())[1 - _MAX_PLANS :]
+            params = [p for cache in batch.caches if (p := cache.param()) is not None]
+            plan = (batch.caches, plan_rounds(params, self.round_nbytes, self.update_codec))
+            self._plans = dict([*kept, (key, plan)])  # with caches, so that no others get their ids
+        return self._plans[key][1]
+
+    def _update(self, batch: Batch, matrices: Round) -> Generator[None, None, None]:
+        """Update the matrices of a round; yield when each exchange has begun."""
+        device = batch.tensors[0][0].device
+        flat, updates = matrices.buffer(matrices.local, device)
+        self._advance_momentum(batch, matrices, updates)
+        gathered = matrices.gathered(flat)
+        del flat, updates
+        views = yield from gathered
+        shapes = [cache.shape for cache in batch.caches]
+        groups = [self.param_groups[cache.group] for cache in batch.caches]
+        scattered = matrices.scattered(matrices.orthogonalize(views, shapes, groups, device))
+        del views, gathered
+        self._apply(batch, (yield from scattered))
+
+    def _advance_momentum(self, batch: Batch, matrices: Round, updates: Views) -> None:
+        """Add the gradients to the momentum, and write what is to be orthogonalized."""
+        states = batch.prepared
+        if not states[0].kind.formats[0].quantized:
+            for (number, _), update in updates.items():  # torch's operations, for its bits
+                group = self.param_groups[batch.caches[number].group]
+                momentum, grad = batch.tensors[number][1], batch.grads[number].float()
+                momentum.lerp_(grad, 1.0 - group["momentum"])
+                update.copy_(
+                    grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                )
+            return
+        prepared = matrices.prepared
+        for (number, _), update in updates.items():
+            if number not in prepared or prepared[number].addresses[0] != update.data_ptr():
+                prepared[number] = states[number].with_parameter(update)
+        numbers = [number for number, _ in updates]
+        tensors = [[update, *batch.tensors[n][1:]] for (n, _), update in updates.items()]
+        self._run_kernel(batch.part(numbers, tensors), [prepared[n] for n in numbers], False)
+
+    def _apply(self, batch: Batch, updates: Views) -> None:
+        alike: dict[tuple[int, float], list[int]] = defaultdict(list)
+        found = {number: update for (number, _), update in updates.items()}
+        for number in found:
+            cache = batch.caches[number]
+            adjust = self.param_groups[cache.group]["adjust_lr_fn"]
+            alike[cache.group, learning_rate_ratio(cache.shape, adjust)].append(number)
+        for (index, ratio), numbers in alike.items():
+            params = [batch.tensors[number][0] for number in numbers]
+            changes = [found[number] for number in numbers]
+            group = self.param_groups[index]
+            lr, decay = float(group["lr"]), float(group["weight_decay"])
+            if self.quantization_config.stochastic_rounding and params[0].dtype == torch.bfloat16:
+                self._round_by_chance(
+                    batch, numbers, changes, [0, 1, 1, 0, 0, 0, decay / ratio, lr * ratio]
+                )
+                continue
+            scale_and_add_all(params, 1 - lr * decay, changes, -lr * ratio)
+            count_write(*params)
+
+    def _round_by_chance(
+        self, batch: Batch, numbers: list[int], changes: list[Tensor], scalars: list[float]
+    ) -> None:
+        """Update bf16 parameters with the kernel for SGD, whose momentum is none."""
+        tensors = [
+            [param, torch.zeros_like(param, dtype=torch.float32)]
+            for param in (batch.tensors[number][0] for number in numbers)
+        ]
+        prepared = [prepare(pair, FULL_PRECISION[:1]) for pair in tensors]
+        part = batch.part(numbers, tensors)._replace(rule="sgd", grads=changes)
+        self._run_kernel(part, prepared, True, lambda *unused: scalars)
+
+
+def muon_groups(
+    module: nn.Module, adamw: Iterable[Tensor] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sort the parameters of a model into two groups for :class:`QuantizedMuon`.
+
+    AdamW gets embeddings and heads, as :func:`~lq_lightning.data_parallel.embedding_params` finds
+    them, and all parameters that are no matrices, Muon the other matrices. ``group["params"]`` are
+    pairs of a name and a parameter.
+
+    Args:
+        module: The model, after ``fully_shard``.
+        adamw: Further parameters for AdamW, such as the head of a model without embeddings, or a
+            matrix of positions that is no ``nn.Embedding``.
+
+    Returns:
+        The group for Muon, and the one for AdamW. Set its ``"lr"`` and other options there.
+    """
+    chosen = {id(param) for param in [*embedding_params(module), *adamw]}
+    muon: dict[str, Any] = {"params": [], "muon": True}
+    rest: dict[str, Any] = {"params": [], "muon": False}
+    for name, param in module.named_parameters():
+        group = rest if id(param) in chosen or param.dim() != 2 else muon
+        group["params"].append((name, param))
+    for group in (muon, rest):
+        if not group["params"]:
+            group["param_names"] = []  # torch wants names in all groups or none
+    return muon, rest

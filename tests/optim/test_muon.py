@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lq_testing import run_ranks
+from lq_testing.cases import on_gpus, rank_tests
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lq_lightning.codecs import CodecSpec
 from lq_lightning.optim import (
     OptimizerQuantization,
     QuantizedAdamW,
@@ -28,9 +30,10 @@ from lq_lightning.optim import (
     muon_groups,
     quantize_optimizer,
 )
-from lq_lightning.optim.muon import learning_rate_ratio, orthogonalize, plan_rounds
+from lq_lightning.optim.orthogonalization import learning_rate_ratio, orthogonalize, plan_rounds
 
 EXACT = OptimizerQuantization(first_moment="float32", second_moment="float32")
+INT8 = CodecSpec(code="int8", group_size=128)
 CODES = OptimizerQuantization(min_numel=64)
 # Names tell how tensor-parallel ranks cut a matrix: by rows, by columns, not at all.
 SHAPES = {
@@ -398,6 +401,17 @@ def as_torch_in_one_process(rank: int, world: int, path: str) -> None:
             optimizer = QuantizedMuon(params.values(), lr=0.1, quantization=EXACT)
             take_steps(params, optimizer, 0, 3)
             assert_equal(params, expected)
+        params = dict(Holder(mesh).named_parameters())
+        coded = QuantizedMuon(params.values(), lr=0.1, quantization=EXACT, update_codec=INT8)
+        take_steps(params, coded, 0, 3)
+        for name, value in weights().items():
+            moved = expected[name].detach() - value
+            error = (whole(params[name].detach()) - expected[name].detach()).norm() / moved.norm()
+            is_whole = (
+                name.startswith(("whole", "unused")) and "data" not in axes
+            )  # on each rank, never sent
+            assert (error == 0) == is_whole, (axes, name, error)
+            assert error < 0.05, (axes, name, error)
         module = Holder(mesh)
         optimizer = QuantizedMuon(module.parameters(), lr=0.1, quantization=CODES)
         take_steps(dict(module.named_parameters()), optimizer, 0, 3)
@@ -422,6 +436,34 @@ def save_and_resume(module: nn.Module, optimizer: QuantizedMuon, path: str) -> N
 
 def test_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
     run_ranks(as_torch_in_one_process, 4, str(tmp_path))
+
+
+def on_gpus_as_on_a_cpu(rank: int, world: int, *axes: str) -> None:
+    """Momentum to the bit; products of matrices differ."""
+    shape = (2,) * (len(axes) - 1) + (world // 2 ** (len(axes) - 1),)
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=axes)
+    for codec in (None, INT8):
+        params = dict(Holder(mesh).named_parameters())
+        assert all(param.is_cuda for param in params.values())
+        optimizer = QuantizedMuon(params.values(), 0.1, quantization=CODES, update_codec=codec)
+        take_steps(params, optimizer, 0, 3)
+        single = {n: w.requires_grad_() for n, w in weights().items()}
+        reference = QuantizedMuon(single.values(), 0.1, quantization=CODES)
+        take_steps(single, reference, 0, 3)
+        for name, start in weights().items():
+            for key, value in reference.state[single[name]].items():
+                if "tensor" not in axes:
+                    assert torch.equal(whole(optimizer.state[params[name]][key]).cpu(), value), key
+            moved = single[name].detach() - start
+            error = whole(params[name].detach()).cpu() - single[name].detach()
+            assert error.norm() < 0.05 * moved.norm(), (name, codec)
+
+
+test_gpus = rank_tests(
+    on_gpus(on_gpus_as_on_a_cpu, 2, "data"),
+    on_gpus(on_gpus_as_on_a_cpu, 2, "tensor"),
+    on_gpus(on_gpus_as_on_a_cpu, 4, "data", "tensor"),
+)
 
 
 def trains_with_fsdp2(rank: int, world: int) -> None:
