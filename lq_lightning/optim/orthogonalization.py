@@ -111,6 +111,15 @@ class Round:
     local: Pieces
     codec: CodecSpec | None
     prepared: dict[int, PreparedTensor] = field(default_factory=dict)
+    _shapes: dict[Key, tuple[int, int]] = field(init=False)
+    _known: dict[int, list[int]] = field(default_factory=dict)  # sizes, by the id of pieces
+
+    def __post_init__(self) -> None:
+        """Compute what each step needs."""
+        self._shapes = {
+            key: (rows.stop - rows.start, columns.stop - columns.start)
+            for key, (rows, columns) in self.pieces.items()
+        }
 
     def buffer(self, sides: Pieces, device: torch.device) -> tuple[Tensor, Views]:
         """A buffer of zeros for the pieces of each rank, and the pieces in it."""
@@ -169,21 +178,22 @@ class Round:
         for keys, size in zip(sides, self._sizes(sides), strict=True):
             at = start
             for key in keys:
-                shape = self._shape(key)
-                views[key] = flat[at : at + math.prod(shape)].view(shape)
-                at += self._room(key)
+                rows, columns = shape = self._shapes[key]
+                views[key] = flat[at : at + rows * columns].view(shape)
+                at += _rounded(rows * columns, _ALIGNED)
             start += size
         return views
 
-    def _shape(self, key: Key) -> tuple[int, ...]:
-        return tuple(part.stop - part.start for part in self.pieces[key])
-
-    def _room(self, key: Key) -> int:
-        return _rounded(math.prod(self._shape(key)), _ALIGNED)
-
     def _sizes(self, sides: Pieces) -> list[int]:
-        step = _ALIGNED if self.codec is None else _ROW
-        return [_rounded(sum(map(self._room, keys)), step) for keys in sides]
+        sizes = self._known.get(id(sides))
+        if sizes is None:
+            step = _ALIGNED if self.codec is None else _ROW
+            rooms = {
+                key: _rounded(math.prod(shape), _ALIGNED) for key, shape in self._shapes.items()
+            }
+            sizes = [_rounded(sum(rooms[key] for key in keys), step) for keys in sides]
+            self._known[id(sides)] = sizes
+        return sizes
 
     def orthogonalize(
         self,

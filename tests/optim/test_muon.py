@@ -442,6 +442,7 @@ def on_gpus_as_on_a_cpu(rank: int, world: int, *axes: str) -> None:
     """Momentum to the bit; products of matrices differ."""
     shape = (2,) * (len(axes) - 1) + (world // 2 ** (len(axes) - 1),)
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=axes)
+    QuantizedMuon.round_nbytes = 8000  # in some rounds a rank owns none
     for codec in (None, INT8):
         params = dict(Holder(mesh).named_parameters())
         assert all(param.is_cuda for param in params.values())
