@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_EMBEDDING_PARAMS = "_lq_embedding_params"  # in modules: their parameters that are
 # Copies in another dtype or layout, as autocast makes them before a matrix product.
 _COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
 
@@ -45,18 +46,31 @@ def embedding_params(module: nn.Module) -> list[nn.Parameter]:
         module: The model, of which each weight is whole or a DTensor.
 
     Returns:
-        Each parameter once, in the order of ``module.parameters()``; none without an embedding.
+        Each parameter once, in the order of ``module.parameters()``; none without an embedding,
+        other than those of :func:`mark_embedding_params`.
     """
     tables = {id(table.weight): table for table in embeddings(module)}
-    if not tables:
-        return []
-    rows = max(table.num_embeddings for table in tables.values())
+    rows = max((table.num_embeddings for table in tables.values()), default=0)
+    marked = {
+        id(child._parameters.get(name))
+        for child in module.modules()
+        for name in child.__dict__.get(_EMBEDDING_PARAMS, ())
+    }
     return [
         parameter
         for parameter in module.parameters()
-        if id(parameter) in tables
+        if id(parameter) in tables.keys() | marked
         or (parameter.ndim == 2 and max(parameter.shape) == rows > min(parameter.shape))
     ]
+
+
+def mark_embedding_params(module: nn.Module) -> None:
+    """Let :func:`embedding_params` find the same ones after parts of the module are taken away."""
+    found = {id(parameter) for parameter in embedding_params(module)}
+    for child in module.modules():
+        names = [name for name, own in child.named_parameters(recurse=False) if id(own) in found]
+        if names:
+            child.__dict__[_EMBEDDING_PARAMS] = names
 
 
 def is_copy_of_parameter(tensor: Tensor) -> bool:

@@ -20,9 +20,11 @@ from lq_lightning import (
     ActivationPolicy,
     ActivationQuantization,
     QuantizationMonitor,
+    QuantizedMuon,
     QuantizedPipelineStrategy,
     QuantizedPrecision,
     StageBitCompensation,
+    muon_groups,
 )
 
 FOUR_BITS = ActivationPolicy(norm="int4_hadamard", activation="int4")
@@ -122,6 +124,36 @@ def test_two_stages_in_few_bits(tmp_path: Path) -> None:
     assert 5.6 <= bits / values < 6.0
     tied = first[0][1].counts["bytes_tied_gradients"] / 6  # optimizer steps
     assert tied == 64 * 64 * (1 + 2 / 128)
+
+
+class MuonLlama(Llama):
+    """Its head is another parameter than its embedding, which the last stage does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = SmallLlama(layers=4, width=48)
+
+    def configure_optimizers(self) -> Any:
+        return QuantizedMuon(muon_groups(self), lr=3e-3, adjust_lr_fn="match_rms_adamw")
+
+
+def _muon(rank: int, world_size: int, root: str) -> Any:
+    exact = {"forward_codec": "none", "backward_codec": "none"}
+    strategy = QuantizedPipelineStrategy(num_microbatches=4, pipeline_size=2, **exact)  # type: ignore[arg-type]
+    losses = Losses()
+    run = trainer(strategy, root, devices=world_size, callbacks=[losses], max_epochs=3)
+    run.fit(MuonLlama(), DataLoader(Tokens(32), batch_size=8))
+    muon, adamw = run.optimizers[0].param_groups
+    vectors = {name for name in adamw["param_names"] if "norm" in name}
+    return losses.values, set(adamw["param_names"]) - vectors, len(muon["params"])
+
+
+def test_stages_know_embeddings_and_heads(tmp_path: Path) -> None:
+    found = run_trainer(_muon, 4, str(tmp_path))
+    for rank, (losses, words, matrices) in enumerate(found):  # replicas of a stage side by side
+        assert words == ({"net.embedding.weight"} if rank < 2 else {"net.head.weight"})
+        assert matrices == 2 * 7
+        assert losses[-1] < 0.95 * losses[0]
 
 
 def _four(rank: int, world_size: int, root: str) -> Any:

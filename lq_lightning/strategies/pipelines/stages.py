@@ -22,7 +22,12 @@ from lq_lightning.codecs import CodecSpec, decode_reduce, encode
 from lq_lightning.data_parallel import Topology, embedding_params
 from lq_lightning.foundation.groups import shared_group, shared_mesh, shared_split, world_group
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
-from lq_lightning.foundation.parameters import clean_name, embeddings, tied_names
+from lq_lightning.foundation.parameters import (
+    clean_name,
+    embeddings,
+    mark_embedding_params,
+    tied_names,
+)
 from lq_lightning.pipeline.partition import keep_stages
 from lq_lightning.pipeline.plan import PipelinePlan, hidden_size, plan_stages
 from lq_lightning.pipeline.schedules import rank_of_stage, stages_of_rank
@@ -346,6 +351,7 @@ def cut(
     for name, numel in numel_of.items():
         for stage in shared.get(name) or plan.stages_of(name):
             numels[stage] += numel
+    mark_embedding_params(module)
     keep_stages(module, plan, stages)
     kept = {clean_name(name) for name, _ in module.named_parameters()}
     return CutModule(
