@@ -52,7 +52,7 @@ def embedding_params(module: nn.Module) -> list[nn.Parameter]:
     tables = {id(table.weight): table for table in embeddings(module)}
     rows = max((table.num_embeddings for table in tables.values()), default=0)
     marked = {
-        id(child._parameters.get(name))
+        id(getattr(child, name, None))
         for child in module.modules()
         for name in child.__dict__.get(_EMBEDDING_PARAMS, ())
     }
