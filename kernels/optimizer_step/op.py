@@ -7,7 +7,7 @@ else that is done here for a tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -81,19 +81,6 @@ class PreparedTensor:
             and param.is_contiguous()
         )
 
-    def with_parameter(self, tensor: Tensor) -> PreparedTensor:
-        """The same states beside another tensor of this shape, to be updated for the parameter."""
-        check_tensor("tensor", tensor, tuple(self.shape), FLOAT_DTYPES)
-        address = tensor.data_ptr()
-        pointers = (address, *self.pointers[1:])
-        return replace(
-            self,
-            kind=_kind(self.kind.device, tensor.dtype, self.kind.formats),
-            addresses=[address, *self.addresses[1:]],
-            pointers=pointers,
-            aligned=_is_aligned(self.length, pointers),
-        )
-
 
 @cache
 def _kind(device: torch.device, dtype: torch.dtype, formats: tuple[StateFormat, ...]) -> Kind:
@@ -109,11 +96,6 @@ def check_tensor(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
             f"expected a contiguous tensor of {' or '.join(map(str, dtypes))} {shape}."
         )
-
-
-def _is_aligned(length: int, pointers: Sequence[int]) -> bool:
-    wide = (pointers[0], pointers[_FIRST_CODES], pointers[_SECOND_CODES])
-    return length % GROUP_SIZE == 0 and all(address % ALIGNMENT == 0 for address in wide)
 
 
 def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> PreparedTensor:
@@ -162,6 +144,7 @@ def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> Prepar
         else:
             pointers.append(0)
     pointers += [0] * (NUM_POINTERS - len(pointers))
+    wide = (pointers[0], pointers[_FIRST_CODES], pointers[_SECOND_CODES])
     return PreparedTensor(
         kind=_kind(param.device, param.dtype, tuple(formats)),
         shape=param.shape,
@@ -169,7 +152,7 @@ def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> Prepar
         pointers=tuple(pointers),
         length=length,
         row_groups=groups_per_row(length),
-        aligned=_is_aligned(length, pointers),
+        aligned=length % GROUP_SIZE == 0 and all(address % ALIGNMENT == 0 for address in wide),
     )
 
 

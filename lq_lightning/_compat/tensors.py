@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -117,30 +116,26 @@ def shard_grid(tensor: Tensor) -> ShardGrid:
     )
 
 
-def pieces_of_ranks(tensor: Tensor) -> dict[tuple[int, ...], tuple[slice, ...]]:
-    """Index of the piece of each rank of the :func:`shard_grid` in the whole tensor.
+def piece_of_rank(tensor: Tensor, rank: tuple[int, ...]) -> tuple[slice, ...]:
+    """Index of the piece of a rank of the :func:`shard_grid` in the whole tensor.
 
     Raises:
         NotImplementedError: Pieces are no contiguous blocks.
     """
-    own = shard_slices(tensor)
-    _, axes, sizes, place = shard_grid(tensor)
+    _, axes, sizes, own = shard_grid(tensor)
     cuts = [(n, tensor.placements[axis]) for n, axis in enumerate(axes)]  # type: ignore[attr-defined]
     # What FSDP2 shards is a shard of the axes further right already.
-    late = [cut for cut in cuts if isinstance(cut[1], _StridedShard)]
-    cuts = [cut for cut in cuts if cut not in late] + late[::-1]
-    found = {}
-    for ranks in itertools.product(*map(range, sizes)):
-        bounds = [(0, size) for size in tensor.shape]
-        for n, placement in cuts:
-            start, stop = bounds[placement.dim]
-            step = -(-(stop - start) // sizes[n])
-            first = min(start + ranks[n] * step, stop)
-            bounds[placement.dim] = (first, min(first + step, stop))
-        found[ranks] = tuple(slice(*pair) for pair in bounds)
-    if tensor.numel() and found[place] != own and local_tensor(tensor).numel():
-        raise AssertionError(f"a rank has {own} of {tuple(tensor.shape)}, not {found[place]}")
-    return found
+    cuts.sort(key=lambda cut: -cut[0] if isinstance(cut[1], _StridedShard) else -len(axes))
+    bounds = [(0, size) for size in tensor.shape]
+    for n, placement in cuts:
+        start, stop = bounds[placement.dim]
+        step = -(-(stop - start) // sizes[n])
+        first = min(start + rank[n] * step, stop)
+        bounds[placement.dim] = (first, min(first + step, stop))
+    piece = tuple(slice(*pair) for pair in bounds)
+    if rank == own and piece != (true := shard_slices(tensor)) and local_tensor(tensor).numel():
+        raise AssertionError(f"a rank has {true} of {tuple(tensor.shape)}, not {piece}")
+    return piece
 
 
 def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:

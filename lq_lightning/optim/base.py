@@ -279,7 +279,11 @@ class QuantizedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch does."""
         super().add_param_group(param_group)
-        self.check_group(self.param_groups[-1])
+        try:
+            self.check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()  # so that its parameters can be in another one
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle or copy keeps."""

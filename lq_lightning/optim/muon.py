@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -17,15 +17,14 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.foundation.parameters import embedding_params
 from lq_lightning.kernels.message.operators import count_write
-from lq_lightning.kernels.optimizer_step import prepare
+from lq_lightning.kernels.optimizer_step import PreparedTensor, StateFormat, prepare
 
 from .base import FULL_PRECISION, Batch, ParamStepCache, QuantizedOptimizer, advance, excluded
 from .config import OptimizerQuantization
 from .optimizers import QuantizedAdamW, adam_scalars
-from .orthogonalization import Round, Views, learning_rate_ratio, plan_rounds
+from .orthogonalization import Round, learning_rate_ratio, plan_rounds
 
-_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "adamw_eps": 1e-8}
-_ADJUSTMENTS = ("original", "match_rms_adamw")
+_OF_ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8}  # defaults of groups for AdamW
 _FIXED = {"maximize": False, "decoupled_weight_decay": True}
 _MAX_PLANS = 8  # of rounds that are kept, for batches of different parameters
 
@@ -39,12 +38,12 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
 
     Parameters of groups with ``"muon": True``, which is the default, are updated as by
     ``torch.optim.Muon``, those of groups with ``"muon": False`` as by ``torch.optim.AdamW``.
-    :func:`muon_groups` makes the two groups of a model. Each group may have its own ``lr`` and
-    ``weight_decay``.
+    :func:`muon_groups` makes the two groups of a model. Groups may set their own options; for AdamW
+    these are ``lr``, ``weight_decay``, ``betas`` and ``eps`` (1e-8 by default).
 
     Each matrix that is sharded (FSDP2, tensor parallelism, also both) is orthogonalized by one of
     its ranks, to which the others send their pieces of its update. These ranks must have gradients
-    of the same matrices.
+    of the same matrices, in the same order of parameters.
 
     Args:
         params: Parameters, named parameters or groups.
@@ -59,7 +58,6 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
             (or None) or ``"match_rms_adamw"``, which lets one learning rate serve both kinds of
             groups.
         betas: Decay of AdamW's moments.
-        adamw_eps: AdamW's ``eps``.
         update_codec: Codec of the pieces of updates that ranks exchange, the same on all ranks;
             None sends bf16. ``CodecSpec(code="int8", group_size=128)`` halves these bytes.
         quantization: Formats, and the choice of states that stay in fp32. Momentum has
@@ -96,54 +94,62 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
-        adamw_eps: float = 1e-8,
         update_codec: CodecSpec | None = None,
         quantization: OptimizerQuantization | None = None,
         full_precision: Iterable[Tensor] = (),
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
-            "adamw_eps": adamw_eps,
-            "muon": True,
-        }
+        options = locals()
+        names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps")
+        names += ("ns_steps", "adjust_lr_fn", "betas")
         self.update_codec = update_codec
-        Optimizer.__init__(self, params, defaults)  # Muon's own refuses all but matrices
+        # Muon's own constructor refuses all but matrices
+        Optimizer.__init__(self, params, {name: options[name] for name in names})
         self.enable_quantization(quantization or OptimizerQuantization(), excluded(full_precision))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle or copy keeps."""
         return {**super().__getstate__(), "update_codec": self.update_codec}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle, or take what ``load_state_dict`` read, of torch's optimizers too."""
+        pairs = list(zip(getattr(self, "param_groups", ()), state["param_groups"], strict=False))
+        for own, saved in pairs:
+            self.check_group({**own, **saved})
+            if _is_muon(own) != _is_muon({**own, **saved}):
+                raise ValueError(
+                    f'a saved parameter group has "muon": {not _is_muon(own)}, other than here.'
+                )
+        super().__setstate__(state)
+        for own, saved in pairs:  # AdamW of torch has no options of Muon, nor the other way round
+            saved.update({key: value for key, value in own.items() if key not in saved})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, with ``eps`` of AdamW if it is for AdamW."""
+        if not _is_muon(param_group):
+            param_group = {**_OF_ADAMW, **self.defaults, "eps": _OF_ADAMW["eps"], **param_group}
+        super().add_param_group(param_group)
+
     @classmethod
     def check_group(cls, group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for hyperparameters out of range and for Muon beyond matrices."""
         super().check_group(group)
-        group = {**_ADAMW, **group}
-        signs = ("lr", "weight_decay", "momentum", "eps", "adamw_eps")
-        if any(group[name] < 0.0 for name in signs) or not 0 <= group["ns_steps"] < 100:
+        values = {name: group[name] for name in ("lr", "weight_decay", "momentum", "eps")}
+        betas = group.get("betas", _OF_ADAMW["betas"])
+        if not (
+            all(value >= 0.0 for value in values.values())
+            and all(0.0 <= beta < 1.0 for beta in betas)
+            and 0 <= group["ns_steps"] < 100
+            and len(group["ns_coefficients"]) == 3
+        ):
             raise ValueError(
-                f"{cls.__name__}: {', '.join(f'{name}={group[name]}' for name in signs)} must be "
-                f"at least 0, ns_steps={group['ns_steps']} from 0 to 99."
+                f"{cls.__name__}: {values} must be at least 0, betas={betas} too, and below 1, "
+                f"ns_steps={group['ns_steps']} from 0 to 99, ns_coefficients="
+                f"{group['ns_coefficients']} three numbers."
             )
-        if len(group["ns_coefficients"]) != 3:
-            raise ValueError(
-                f"{cls.__name__}(ns_coefficients={group['ns_coefficients']}) must be three numbers."
-            )
-        if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-            raise ValueError(
-                f"{cls.__name__}(betas={group['betas']}): both must be at least 0 and below 1."
-            )
-        check_choice(
-            cls.__name__, "adjust_lr_fn", group["adjust_lr_fn"] or "original", _ADJUSTMENTS
-        )
+        adjust = group["adjust_lr_fn"] or "original"
+        check_choice(cls.__name__, "adjust_lr_fn", adjust, ("original", "match_rms_adamw"))
+        if group.get("maximize"):
+            raise ValueError(f"{cls.__name__}(maximize=True) is not supported: negate the loss.")
         others = [tuple(p.shape) for p in group["params"] if p.dim() != 2]
         if _is_muon(group) and others:
             raise ValueError(
@@ -164,8 +170,7 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
 
     def _scalars(self, group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
         if not _is_muon(group):
-            adamw = {**_ADAMW, **group, **_FIXED}
-            return adam_scalars({**adamw, "eps": adamw["adamw_eps"]}, step, is_first)
+            return adam_scalars({**group, **_FIXED}, step, is_first)
         # the update is added to a parameter of zeros
         momentum = float(group["momentum"])
         return [momentum, 1.0 - momentum, 1.0 - momentum, 0.0, 0.0, 0.0, 0.0, -1.0]
@@ -194,69 +199,55 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
 
     def _update(self, batch: Batch, matrices: Round) -> Generator[None, None, None]:
         """Update the matrices of a round; yield when each exchange has begun."""
-        device = batch.tensors[0][0].device
-        flat, updates = matrices.buffer(matrices.local, device)
-        self._advance_momentum(batch, matrices, updates)
-        gathered = matrices.gathered(flat)
-        del flat, updates
-        views = yield from gathered
+        flat, views = matrices.local.buffer(batch.tensors[0][0].device)
+        self._advance_momentum(batch, {number: view for (number, _), view in views.items()})
         shapes = [cache.shape for cache in batch.caches]
         groups = [self.param_groups[cache.group] for cache in batch.caches]
-        scattered = matrices.scattered(matrices.orthogonalize(views, shapes, groups, device))
-        del views, gathered
-        self._apply(batch, (yield from scattered))
+        running = matrices.updated(flat, shapes, groups)
+        del flat, views
+        updates = yield from running
+        self._apply(batch, {number: view for (number, _), view in updates.items()})
 
-    def _advance_momentum(self, batch: Batch, matrices: Round, updates: Views) -> None:
+    def _advance_momentum(self, batch: Batch, updates: Mapping[int, Tensor]) -> None:
         """Add the gradients to the momentum, and write what is to be orthogonalized."""
-        states = batch.prepared
-        if not states[0].kind.formats[0].quantized:
-            for (number, _), update in updates.items():  # torch's operations, for its bits
-                group = self.param_groups[batch.caches[number].group]
-                momentum, grad = batch.tensors[number][1], batch.grads[number].float()
-                momentum.lerp_(grad, 1.0 - group["momentum"])
-                update.copy_(
-                    grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                )
+        formats = batch.prepared[0].kind.formats
+        if formats[0].quantized:
+            tensors = [[update, *batch.tensors[n][1:]] for n, update in updates.items()]
+            self._run_kernel(batch.part(list(updates), tensors), _prepared(tensors, formats), False)
             return
-        prepared = matrices.prepared
-        for (number, _), update in updates.items():
-            if number not in prepared or prepared[number].addresses[0] != update.data_ptr():
-                prepared[number] = states[number].with_parameter(update)
-        numbers = [number for number, _ in updates]
-        tensors = [[update, *batch.tensors[n][1:]] for (n, _), update in updates.items()]
-        self._run_kernel(batch.part(numbers, tensors), [prepared[n] for n in numbers], False)
+        for number, update in updates.items():  # torch's operations, for its bits
+            group = self.param_groups[batch.caches[number].group]
+            momentum, grad = batch.tensors[number][1], batch.grads[number].float()
+            momentum.lerp_(grad, 1.0 - group["momentum"])
+            update.copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
 
-    def _apply(self, batch: Batch, updates: Views) -> None:
+    def _apply(self, batch: Batch, updates: Mapping[int, Tensor]) -> None:
         alike: dict[tuple[int, float], list[int]] = defaultdict(list)
-        found = {number: update for (number, _), update in updates.items()}
-        for number in found:
+        for number in updates:
             cache = batch.caches[number]
             adjust = self.param_groups[cache.group]["adjust_lr_fn"]
             alike[cache.group, learning_rate_ratio(cache.shape, adjust)].append(number)
         for (index, ratio), numbers in alike.items():
             params = [batch.tensors[number][0] for number in numbers]
-            changes = [found[number] for number in numbers]
+            changes = [updates[number] for number in numbers]
             group = self.param_groups[index]
             lr, decay = float(group["lr"]), float(group["weight_decay"])
             if self.quantization_config.stochastic_rounding and params[0].dtype == torch.bfloat16:
-                self._round_by_chance(
-                    batch, numbers, changes, [0, 1, 1, 0, 0, 0, decay / ratio, lr * ratio]
-                )
+                # the kernel for SGD, whose momentum is none
+                scalars = [0, 1, 1, 0, 0, 0, decay / ratio, lr * ratio]
+                tensors = [[p, torch.zeros_like(p, dtype=torch.float32)] for p in params]
+                part = batch.part(numbers, tensors)._replace(rule="sgd", grads=changes)
+                prepared = _prepared(tensors, FULL_PRECISION[:1])
+                self._run_kernel(part, prepared, True, lambda *_, values=scalars: values)
                 continue
             scale_and_add_all(params, 1 - lr * decay, changes, -lr * ratio)
             count_write(*params)
 
-    def _round_by_chance(
-        self, batch: Batch, numbers: list[int], changes: list[Tensor], scalars: list[float]
-    ) -> None:
-        """Update bf16 parameters with the kernel for SGD, whose momentum is none."""
-        tensors = [
-            [param, torch.zeros_like(param, dtype=torch.float32)]
-            for param in (batch.tensors[number][0] for number in numbers)
-        ]
-        prepared = [prepare(pair, FULL_PRECISION[:1]) for pair in tensors]
-        part = batch.part(numbers, tensors)._replace(rule="sgd", grads=changes)
-        self._run_kernel(part, prepared, True, lambda *unused: scalars)
+
+def _prepared(
+    tensors: Sequence[Sequence[Tensor]], formats: Sequence[StateFormat]
+) -> list[PreparedTensor]:
+    return [prepare(each, formats) for each in tensors]
 
 
 def muon_groups(

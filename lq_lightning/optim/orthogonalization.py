@@ -14,34 +14,36 @@ round are on their way.
 
 A mesh of several axes (FSDP2 and tensor parallelism) takes one exchange per axis, the last axis
 first. All ranks derive the same rounds from shapes and placements, and take part in the same
-exchanges in the same order, provided that they have gradients of the same parameters.
+exchanges in the same order, provided that they have gradients of the same parameters, in the same
+order. Replicas multiply the same batches of matrices, hence get the same bits.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.tensors import ShardGrid, pieces_of_ranks, shard_grid
+from lq_lightning._compat.tensors import ShardGrid, piece_of_rank, shard_grid
 from lq_lightning._compat.torch import copy_all
 from lq_lightning.codecs import CodecSpec, decode, encode
-from lq_lightning.kernels.optimizer_step import PreparedTensor
 
 _ALIGNED = 8  # elements, so that the kernel reads and writes 16 bytes at once
 _ROW = 4096  # elements of a message of a codec
 
-Key = tuple[int, tuple[int, ...]]
-"""A piece: number of its matrix, and coordinates of the rank that holds it."""
-Pieces = tuple[tuple[Key, ...], ...]
-"""Those of each rank of a group, in the order in which they are sent."""
+Rank = tuple[int, ...]
+"""Coordinates along the axes that cut a matrix."""
+Key = tuple[int, Rank]
+"""A piece: number of its matrix, and the rank that holds it."""
 Views = dict[Key, Tensor]
+Index = dict[Key, tuple[slice, ...]]
 
 
 def learning_rate_ratio(shape: Sequence[int], adjust: str | None) -> float:
@@ -55,16 +57,10 @@ def learning_rate_ratio(shape: Sequence[int], adjust: str | None) -> float:
 def orthogonalize(
     x_NAB: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Move the singular values of matrices toward one.
+    """Move the singular values of bf16 matrices, which are overwritten, toward one.
 
-    Args:
-        x_NAB: ``[N, A, B]`` bf16, overwritten.
-        coefficients: Of ``x``, its third and its fifth power.
-        steps: Iterations.
-        eps: Smallest norm to divide by.
-
-    Returns:
-        ``[N, A, B]`` bf16, each as ``torch.optim.Muon`` computes it.
+    ``coefficients`` are of ``x``, its third and its fifth power, ``eps`` is the smallest norm to
+    divide by. Each matrix becomes what ``torch.optim.Muon`` computes.
     """
     a, b, c = coefficients
     upright = x_NAB.shape[1] > x_NAB.shape[2]
@@ -77,6 +73,35 @@ def orthogonalize(
     return x.mT.contiguous() if upright else x  # to be cut in few launches
 
 
+class Pieces:
+    """Pieces of each rank of a group, as they lie in the flat bf16 buffer of an exchange."""
+
+    def __init__(self, keys_of_ranks: Sequence[Sequence[Key]], index: Index, step: int) -> None:
+        self.sizes: list[int] = []  # elements of each rank
+        self.places: dict[Key, tuple[int, int, int]] = {}  # first element, rows, columns
+        first = 0
+        for keys in keys_of_ranks:
+            at = first
+            for key in keys:
+                rows, columns = (part.stop - part.start for part in index[key])
+                self.places[key] = (at, rows, columns)
+                at += _rounded(rows * columns, _ALIGNED)
+            self.sizes.append(_rounded(at - first, step))
+            first += self.sizes[-1]
+
+    def buffer(self, device: torch.device) -> tuple[Tensor, Views]:
+        """A buffer of zeros, and the pieces in it."""
+        flat = torch.zeros(sum(self.sizes), dtype=torch.bfloat16, device=device)
+        return flat, self.views(flat)
+
+    def views(self, flat: Tensor) -> Views:
+        """The pieces in a buffer."""
+        return {
+            key: flat[at : at + rows * columns].view(rows, columns)
+            for key, (at, rows, columns) in self.places.items()
+        }
+
+
 class Hop(NamedTuple):
     """One exchange: the pieces that go to each rank of a group, and those that come from each."""
 
@@ -84,154 +109,98 @@ class Hop(NamedTuple):
     sent: Pieces
     received: Pieces
 
-    @property
-    def back(self) -> Hop:
-        """The exchange that returns everything."""
-        return Hop(self.group, self.received, self.sent)
-
 
 @dataclass(slots=True, eq=False)
 class Round:
     """Matrices whose updates are orthogonalized together.
 
     Attributes:
-        matrices: Numbers of the matrices.
-        owned: Those that this rank computes.
-        pieces: Index of each piece in its matrix.
+        owned: Numbers of those that this rank computes.
+        index: Of each piece in its matrix.
+        local: Pieces of this rank.
         hops: Exchanges from the ranks that hold pieces to the owners.
-        local: Pieces of this rank, by the rank to which they go.
         codec: Of pieces on their way; None sends bf16.
-        prepared: What the kernel knows of the updates, by matrix, for the next step.
     """
 
-    matrices: tuple[int, ...]
-    owned: tuple[int, ...]
-    pieces: dict[Key, tuple[slice, ...]]
-    hops: list[Hop]
+    owned: list[int]
+    index: Index
     local: Pieces
+    hops: list[Hop]
     codec: CodecSpec | None
-    prepared: dict[int, PreparedTensor] = field(default_factory=dict)
-    _shapes: dict[Key, tuple[int, int]] = field(init=False)
-    _known: dict[int, list[int]] = field(default_factory=dict)  # sizes, by the id of pieces
 
-    def __post_init__(self) -> None:
-        """Compute what each step needs."""
-        self._shapes = {
-            key: (rows.stop - rows.start, columns.stop - columns.start)
-            for key, (rows, columns) in self.pieces.items()
-        }
-
-    def buffer(self, sides: Pieces, device: torch.device) -> tuple[Tensor, Views]:
-        """A buffer of zeros for the pieces of each rank, and the pieces in it."""
-        flat = torch.zeros(sum(self._sizes(sides)), dtype=torch.bfloat16, device=device)
-        return flat, self._views(flat, sides)
-
-    def gathered(self, flat: Tensor) -> Generator[None, None, Views]:
-        """Bring the pieces of a buffer of ``local`` to the owners.
-
-        Yields when each exchange has begun, and returns the pieces of the matrices that are owned.
-        """
-        return (yield from self._travel(flat, self.local, self.hops))
-
-    def scattered(self, flat: Tensor) -> Generator[None, None, Views]:
-        """Bring the pieces of a buffer of ``collected`` to the ranks that hold them."""
-        hops = [hop.back for hop in reversed(self.hops)]
-        return (yield from self._travel(flat, self.collected, hops))
-
-    @property
-    def collected(self) -> Pieces:
-        """Pieces of the matrices that this rank owns, by the rank from which they come."""
-        return self.hops[-1].received if self.hops else self.local
-
-    def _travel(
-        self, flat: Tensor, sides: Pieces, hops: Sequence[Hop]
+    def updated(
+        self, flat: Tensor, shapes: Sequence[torch.Size], groups: Sequence[Mapping[str, Any]]
     ) -> Generator[None, None, Views]:
-        views = self._views(flat, sides)
-        for number, hop in enumerate(hops):
-            if number:
-                flat, onward = self.buffer(hop.sent, flat.device)
-                copy_all(tuple(onward.values()), tuple(views[key] for key in onward))
-            received = yield from self._exchanged(flat, hop)
-            views = self._views(received, hop.received)
+        """Orthogonalize all matrices of the round; yields when each exchange has begun.
+
+        Args:
+            flat: A buffer of ``local``.
+            shapes: Shape of each matrix of all rounds.
+            groups: Parameter group of each.
+
+        Returns:
+            The pieces of ``local`` in the results.
+        """
+        flat, views = yield from self._travel(flat, self.local, self.hops)
+        collected = self.hops[-1].received if self.hops else self.local
+        flat, results = collected.buffer(flat.device)
+        self._orthogonalize(views, results, shapes, groups)
+        del views, results
+        back = [Hop(hop.group, hop.received, hop.sent) for hop in reversed(self.hops)]
+        _, views = yield from self._travel(flat, collected, back)
         return views
 
+    def _travel(
+        self, flat: Tensor, pieces: Pieces, hops: Sequence[Hop]
+    ) -> Generator[None, None, tuple[Tensor, Views]]:
+        views = pieces.views(flat)
+        for number, hop in enumerate(hops):
+            if number:
+                flat, onward = hop.sent.buffer(flat.device)
+                copy_all(tuple(onward.values()), tuple(views[key] for key in onward))
+            flat = yield from self._exchanged(flat, hop)
+            views = hop.received.views(flat)
+        return flat, views
+
     def _exchanged(self, flat: Tensor, hop: Hop) -> Generator[None, None, Tensor]:
-        arriving, leaving, codec = self._sizes(hop.received), self._sizes(hop.sent), self.codec
+        arriving, leaving, codec = hop.received.sizes, hop.sent.sizes, self.codec
         if codec is not None:
             flat = encode(codec, flat.view(-1, _ROW)).view(-1)
             nbytes = codec.nbytes(_ROW)
-            arriving = [size // _ROW * nbytes for size in arriving]
-            leaving = [size // _ROW * nbytes for size in leaving]
+            arriving, leaving = ([n // _ROW * nbytes for n in s] for s in (arriving, leaving))
         received = flat.new_empty(sum(arriving))
         work = dist.all_to_all_single(
             received, flat, arriving, leaving, group=hop.group, async_op=True
         )
         yield
-        work.wait()
+        work.wait()  # `flat` lives until here
         if codec is None:
             return received
         rows = received.view(-1, codec.nbytes(_ROW))
         return decode(codec, rows, _ROW, dtype=torch.bfloat16).view(-1)
 
-    def _views(self, flat: Tensor, sides: Pieces) -> Views:
-        views, start = {}, 0
-        for keys, size in zip(sides, self._sizes(sides), strict=True):
-            at = start
-            for key in keys:
-                rows, columns = shape = self._shapes[key]
-                views[key] = flat[at : at + rows * columns].view(shape)
-                at += _rounded(rows * columns, _ALIGNED)
-            start += size
-        return views
-
-    def _sizes(self, sides: Pieces) -> list[int]:
-        sizes = self._known.get(id(sides))
-        if sizes is None:
-            step = _ALIGNED if self.codec is None else _ROW
-            rooms = {
-                key: _rounded(math.prod(shape), _ALIGNED) for key, shape in self._shapes.items()
-            }
-            sizes = [_rounded(sum(rooms[key] for key in keys), step) for keys in sides]
-            self._known[id(sides)] = sizes
-        return sizes
-
-    def orthogonalize(
+    def _orthogonalize(
         self,
         views: Views,
+        results: Views,
         shapes: Sequence[torch.Size],
         groups: Sequence[Mapping[str, Any]],
-        device: torch.device,
-    ) -> Tensor:
-        """Orthogonalize the matrices that this rank owns.
-
-        Args:
-            views: Their pieces.
-            shapes: Shape of each matrix of all rounds.
-            groups: Parameter group of each.
-            device: Device of the rank, which may own none.
-
-        Returns:
-            A buffer of ``collected``.
-        """
-        flat, results = self.buffer(self.collected, device)
+    ) -> None:
         alike: dict[Any, list[int]] = defaultdict(list)
         for number in self.owned:
             group = groups[number]
             options = (tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
-            alike[shapes[number], options].append(number)
+            if shapes[number].numel():
+                alike[shapes[number], options].append(number)
         for (shape, options), numbers in alike.items():
-            if not shape.numel():
-                continue
-            whole = flat.new_empty(len(numbers), *shape)
             rows = {number: row for row, number in enumerate(numbers)}
             keys = [key for key in views if key[0] in rows]
-            places = [(rows[key[0]], self.pieces[key]) for key in keys]
-            parts = tuple(whole[row][piece] for row, piece in places)
+            whole = views[keys[0]].new_empty(len(numbers), *shape)
+            parts = tuple(whole[rows[key[0]]][self.index[key]] for key in keys)
             copy_all(parts, tuple(views[key] for key in keys))
             whole = orthogonalize(whole, *options)
-            parts = tuple(whole[row][piece] for row, piece in places)
+            parts = tuple(whole[rows[key[0]]][self.index[key]] for key in keys)
             copy_all(tuple(results[key] for key in keys), parts)
-        return flat
 
 
 def _rounded(size: int, step: int) -> int:
@@ -254,20 +223,19 @@ def plan_rounds(params: Sequence[Tensor], most: int, codec: CodecSpec | None = N
         by_grid[shard_grid(param)].append(number)
     rounds: list[Round] = []
     for grid, numbers in by_grid.items():
-        pieces = {n: pieces_of_ranks(params[n]) for n in numbers}
-        ranks = list(pieces[numbers[0]])
+        ranks = list(itertools.product(*map(range, grid.sizes)))
         load, held = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-        owners: dict[int, tuple[int, ...]] = {}
+        owners: dict[int, Rank] = {}
         for number in sorted(numbers, key=lambda n: (-_cost(params[n]), tuple(params[n].shape), n)):
             owner = min(ranks, key=lambda rank: load[rank])
             nbytes = 2 * params[number].numel()
             if held[owner] and held[owner] + nbytes > most:
-                rounds.append(_round(grid, owners, pieces, codec))
+                rounds.append(_round(grid, owners, params, codec))
                 owners, held = {}, dict.fromkeys(ranks, 0)
             owners[number] = owner
             load[owner] += _cost(params[number])
             held[owner] += nbytes
-        rounds.append(_round(grid, owners, pieces, codec))
+        rounds.append(_round(grid, owners, params, codec))
     return rounds
 
 
@@ -278,47 +246,33 @@ def _cost(param: Tensor) -> int:
 
 
 def _round(
-    grid: ShardGrid,
-    owners: Mapping[int, tuple[int, ...]],
-    pieces: Mapping[int, Mapping[tuple[int, ...], tuple[slice, ...]]],
-    codec: CodecSpec | None,
+    grid: ShardGrid, owners: Mapping[int, Rank], params: Sequence[Tensor], codec: CodecSpec | None
 ) -> Round:
-    own, hops = grid.own, []
-    ranks = list(pieces[next(iter(owners))])
+    own, index, hops = grid.own, {}, []
+    step = _ALIGNED if codec is None else _ROW
+
+    def pieces(keys_of_ranks: Sequence[Sequence[Key]]) -> Pieces:
+        for key in itertools.chain.from_iterable(keys_of_ranks):
+            index[key] = piece_of_rank(params[key[0]], key[1])
+        return Pieces(keys_of_ranks, index, step)
+
     for axis in reversed(range(len(own))):
         # Owners along the axes behind this one have the pieces of all ranks along these.
         held = [n for n, owner in owners.items() if owner[axis + 1 :] == own[axis + 1 :]]
-
-        hops.append(
-            Hop(
-                grid.mesh.get_group(grid.axes[axis]),  # type: ignore[union-attr]  # it has axes
-                *_exchanged(axis, own, grid.sizes[axis], held, owners, ranks),
-            )
-        )
+        behind = list(itertools.product(*map(range, grid.sizes[axis + 1 :])))
+        sent: list[list[Key]] = [[] for _ in range(grid.sizes[axis])]
+        for n in held:
+            sent[owners[n][axis]] += [(n, own[: axis + 1] + rest) for rest in behind]
+        received = [
+            [(n, (*own[:axis], peer, *rank[axis + 1 :])) for n, rank in sent[own[axis]]]
+            for peer in range(grid.sizes[axis])
+        ]
+        group = grid.mesh.get_group(grid.axes[axis])  # type: ignore[union-attr]  # it has axes
+        hops.append(Hop(group, pieces(sent), pieces(received)))
     return Round(
-        matrices=tuple(owners),
-        owned=tuple(n for n, owner in owners.items() if owner == own),
-        pieces={(n, rank): pieces[n][rank] for n in owners for rank in ranks},
+        owned=[n for n, owner in owners.items() if owner == own],
+        index=index,
+        local=hops[0].sent if hops else pieces([[(n, own) for n in owners]]),
         hops=hops,
-        local=hops[0].sent if hops else (tuple((n, own) for n in owners),),
         codec=codec,
     )
-
-
-def _exchanged(
-    axis: int,
-    own: tuple[int, ...],
-    size: int,
-    held: Sequence[int],
-    owners: Mapping[int, tuple[int, ...]],
-    ranks: Sequence[tuple[int, ...]],
-) -> list[Pieces]:
-    """Pieces that this rank sends to each rank along an axis, and those that it receives."""
-
-    def pieces(owner: int, source: int) -> tuple[Key, ...]:
-        at = (*own[:axis], source)
-        numbers = [n for n in held if owners[n][axis] == owner]
-        return tuple((n, rank) for n in numbers for rank in ranks if rank[: axis + 1] == at)
-
-    sent = tuple(pieces(peer, own[axis]) for peer in range(size))
-    return [sent, tuple(pieces(own[axis], peer) for peer in range(size))]

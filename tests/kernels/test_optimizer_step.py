@@ -145,34 +145,6 @@ def check_steps(
 class TestTriton:
     pytestmark = in_triton
 
-    @pytest.mark.parametrize("start", [0, 4], ids=["aligned", "unaligned"])
-    def test_another_tensor_in_place_of_the_parameter(
-        self, start: int, device: torch.device
-    ) -> None:
-        """Muon's momentum: its update, in bf16, is what is added to zeros."""
-        from lq_lightning.kernels.optimizer_step.triton_kernels import launch_optimizer_step
-
-        fmt, param = state_format("expanded_fp8", signed=True), torch.ones(3, 256, device=device)
-        states = zeros((3, 256), fmt, "cpu"), zeros((3, 256), fmt, device)
-        prepared = prepare(parts(param, [states[1]]), [fmt])
-        scalars = [0.95, 0.05, 0.05, 0.0, 0.0, 0.0, 0.0, -1.0]
-        for step in range(1, 4):
-            grad = gradients((3, 256), step)
-            expected = torch.zeros(3, 256, dtype=torch.bfloat16)
-            options = ("nesterov", [fmt], False)
-            reference.step(expected, grad, [states[0]], scalars, step, 0, *options)
-            flat = torch.zeros(start + 768, dtype=torch.bfloat16, device=device)
-            update = flat[start:].view(3, 256)
-            moved = prepared.with_parameter(update)
-            assert moved.aligned == (start == 0)
-            launch_optimizer_step(
-                *([moved], [grad.to(device)], torch.tensor([scalars]), [step], [0]),
-                *("nesterov", False),
-            )
-            assert_same(update, expected)
-            assert_same(states[1].codes, states[0].codes)
-        assert (param == 1).all()
-
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", FORMATS)
     def test_formats(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
