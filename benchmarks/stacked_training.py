@@ -169,9 +169,9 @@ class StackedTraining:
         matrices = [matrix for lanes in self._matrices.values() for matrix in lanes]
         muon = {**options, "adjust_lr_fn": "match_rms_adamw"}
         if kind == "muon8":
-            groups = [{"params": matrices}, {"params": rest, "muon": False}]
+            adam = {"params": rest, "muon": False, "betas": (0.9, 0.95)}
             kept = [self.masters[n] for n in self.masters if "tokens" in n or "positions" in n]
-            return [QuantizedMuon(groups, **muon, betas=(0.9, 0.95), full_precision=kept)]
+            return [QuantizedMuon([{"params": matrices}, adam], **muon, full_precision=kept)]
         fused = self.train.device.type == "cuda"
         adamw = torch.optim.AdamW(rest, **options, betas=(0.9, 0.95), fused=fused)
         return [adamw, torch.optim.Muon(matrices, **muon)] if matrices else [adamw]

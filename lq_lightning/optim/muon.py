@@ -25,6 +25,8 @@ from .optimizers import QuantizedAdamW, adam_scalars
 from .orthogonalization import Round, learning_rate_ratio, plan_rounds
 
 _OF_ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8}  # defaults of groups for AdamW
+_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps")
+_OPTIONS += ("adjust_lr_fn",)
 _FIXED = {"maximize": False, "decoupled_weight_decay": True}
 _MAX_PLANS = 8  # of rounds that are kept, for batches of different parameters
 
@@ -39,7 +41,7 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
     Parameters of groups with ``"muon": True``, which is the default, are updated as by
     ``torch.optim.Muon``, those of groups with ``"muon": False`` as by ``torch.optim.AdamW``.
     :func:`muon_groups` makes the two groups of a model. Groups may set their own options; for AdamW
-    these are ``lr``, ``weight_decay``, ``betas`` and ``eps`` (1e-8 by default).
+    these are ``lr``, ``weight_decay``, ``betas`` and ``eps``, the last two torch's AdamW's by default.
 
     Each matrix that is sharded (FSDP2, tensor parallelism, also both) is orthogonalized by one of
     its ranks, to which the others send their pieces of its update. These ranks must have gradients
@@ -57,7 +59,6 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         adjust_lr_fn: Factor of the learning rate by the shape of the whole matrix: ``"original"``
             (or None) or ``"match_rms_adamw"``, which lets one learning rate serve both kinds of
             groups.
-        betas: Decay of AdamW's moments.
         update_codec: Codec of the pieces of updates that ranks exchange, the same on all ranks;
             None sends bf16. ``CodecSpec(code="int8", group_size=128)`` halves these bytes.
         quantization: Formats, and the choice of states that stay in fp32. Momentum has
@@ -93,17 +94,14 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         ns_steps: int = 5,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         *,
-        betas: tuple[float, float] = (0.9, 0.999),
         update_codec: CodecSpec | None = None,
         quantization: OptimizerQuantization | None = None,
         full_precision: Iterable[Tensor] = (),
     ) -> None:
         options = locals()
-        names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps")
-        names += ("ns_steps", "adjust_lr_fn", "betas")
         self.update_codec = update_codec
         # Muon's own constructor refuses all but matrices
-        Optimizer.__init__(self, params, {name: options[name] for name in names})
+        Optimizer.__init__(self, params, {name: options[name] for name in _OPTIONS})
         self.enable_quantization(quantization or OptimizerQuantization(), excluded(full_precision))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,9 +122,9 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
             saved.update({key: value for key, value in own.items() if key not in saved})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, with ``eps`` of AdamW if it is for AdamW."""
+        """Add a parameter group, with AdamW's defaults if it is for AdamW."""
         if not _is_muon(param_group):
-            param_group = {**_OF_ADAMW, **self.defaults, "eps": _OF_ADAMW["eps"], **param_group}
+            param_group = {**_OF_ADAMW, **param_group}
         super().add_param_group(param_group)
 
     @classmethod

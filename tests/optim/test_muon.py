@@ -228,7 +228,7 @@ def test_refusals() -> None:
         QuantizedMuon([matrix, kernel])
     with pytest.raises(ValueError, match="adjust_lr_fn"):
         QuantizedMuon([matrix], adjust_lr_fn="other")  # type: ignore[arg-type]
-    for options in ({"lr": -1.0}, {"ns_steps": 100}, {"betas": (0.9, 1.0)}):
+    for options in ({"lr": -1.0}, {"ns_steps": 100}, {"eps": -1.0}):
         with pytest.raises(ValueError, match="must be"):
             QuantizedMuon([matrix], **options)  # type: ignore[arg-type]
     half = torch.zeros(4, 40, dtype=torch.float16).requires_grad_()
