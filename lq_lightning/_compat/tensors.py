@@ -86,19 +86,12 @@ def row_pieces(tensor: Tensor) -> RowPieces:
 
 
 class ShardGrid(NamedTuple):
-    """Which ranks hold the pieces of a matrix: those along the axes of the mesh that cut it.
+    """Which ranks hold the pieces of a tensor: those along the axes of its mesh that cut it."""
 
-    Attributes:
-        mesh: The mesh; None if the tensor is whole on this rank.
-        axes: Its axes that cut the tensor.
-        sizes: Ranks along each of them.
-        own: Coordinates of this rank along them.
-    """
-
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh | None  # None if the tensor is whole on this rank
     axes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    own: tuple[int, ...]
+    sizes: tuple[int, ...]  # ranks along each axis
+    own: tuple[int, ...]  # coordinates of this rank
 
 
 def shard_grid(tensor: Tensor) -> ShardGrid:
@@ -108,12 +101,8 @@ def shard_grid(tensor: Tensor) -> ShardGrid:
     mesh = tensor.device_mesh
     place = mesh.get_coordinate() or ()
     axes = tuple(a for a, p in enumerate(tensor.placements) if is_shard(p) and mesh.shape[a] > 1)
-    return ShardGrid(
-        mesh if axes else None,
-        axes,
-        tuple(mesh.shape[axis] for axis in axes),
-        tuple(place[axis] for axis in axes),
-    )
+    sizes, own = (tuple(values[axis] for axis in axes) for values in (mesh.shape, place))
+    return ShardGrid(mesh if axes else None, axes, sizes, own)
 
 
 def piece_of_rank(tensor: Tensor, rank: tuple[int, ...]) -> tuple[slice, ...]:

@@ -184,16 +184,15 @@ class Batch(NamedTuple):
     caches: list[ParamStepCache]
     tensors: list[list[Tensor]]
     grads: list[Tensor]
+    prepared: list[PreparedTensor]
 
-    @property
-    def prepared(self) -> list[PreparedTensor]:
-        """What the kernel knows of each."""
-        return [cache.prepared for cache in self.caches if cache.prepared is not None]
-
-    def part(self, numbers: Sequence[int], tensors: list[list[Tensor]]) -> Batch:
+    def part(
+        self, numbers: Iterable[int], tensors: list[list[Tensor]], formats: Sequence[StateFormat]
+    ) -> Batch:
         """Some of the parameters, with other tensors for the kernel."""
-        caches = [self.caches[number] for number in numbers]
-        return Batch(self.rule, caches, tensors, [self.grads[number] for number in numbers])
+        caches, grads = zip(*((self.caches[n], self.grads[n]) for n in numbers), strict=True)
+        prepared = [prepare(each, formats) for each in tensors]
+        return Batch(self.rule, list(caches), tensors, list(grads), prepared)
 
 
 class QuantizedOptimizer(Optimizer):
@@ -412,12 +411,13 @@ class QuantizedOptimizer(Optimizer):
                 if prepared.kind is not kind or grad.dtype is not dtype or batch is None:
                     kind, dtype = prepared.kind, grad.dtype
                     key = (rule, id(kind), dtype)  # kinds live forever
-                    batch = batches.setdefault(key, Batch(rule, [], [], []))
+                    batch = batches.setdefault(key, Batch(rule, [], [], [], []))
                 if grad.is_sparse or dtype not in FLOAT_DTYPES:
                     self._check(param)
                 cache.group = number
                 batch.caches.append(cache)
                 batch.tensors.append(tensors)
+                batch.prepared.append(prepared)
                 batch.grads.append(grad if type(grad) is Tensor else _local_gradient(param, grad))
             for_torch.append({**group, "params": left})
         return for_torch, batches.values()
@@ -471,36 +471,29 @@ class QuantizedOptimizer(Optimizer):
     def _launch(self, batch: Batch) -> None:
         """Update the parameters of a batch."""
         advance(batch.caches)
-        self._run_kernel(batch, batch.prepared, self.quantization_config.stochastic_rounding)
+        self._run_kernel(batch, self.quantization_config.stochastic_rounding)
 
     def _run_kernel(
-        self,
-        batch: Batch,
-        prepared: Sequence[PreparedTensor],
-        stochastic: bool,
-        scalars_of: Callable[[Mapping[str, Any], int, bool], list[float]] | None = None,
+        self, batch: Batch, stochastic: bool, scalars: Sequence[float] | None = None
     ) -> None:
-        """Launch the kernel on the tensors of a batch, whose step counters have advanced.
-
-        ``scalars_of`` is used in place of ``_scalars``.
-        """
-        caches, scalars_of = batch.caches, scalars_of or self._scalars
+        """Launch the kernel; step counters have advanced. ``scalars`` are those of all tensors."""
+        caches = batch.caches
         keys = [(cache.group, cache.count, cache.is_first) for cache in caches]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
-        scalars = torch.tensor(
-            [scalars_of(self.param_groups[key[0]], *key[1:]) for key in rows],
+        table = torch.tensor(
+            [scalars or self._scalars(self.param_groups[key[0]], *key[1:]) for key in rows],
             dtype=torch.float32,
             device="cpu",
         )
         if len(rows) == 1:
-            scalars = scalars.expand(len(keys), -1)
+            table = table.expand(len(keys), -1)
         else:
-            scalars = scalars[torch.tensor([rows[key] for key in keys], device="cpu")]
+            table = table[torch.tensor([rows[key] for key in keys], device="cpu")]
         optimizer_step(
             batch.tensors,
-            prepared,
+            batch.prepared,
             [(grad if grad.dim() else grad.view(1)).contiguous() for grad in batch.grads],
-            scalars,
+            table,
             [
                 derive_seed(self.quantization_config.seed, cache.count, cache.position)
                 for cache in caches

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +18,6 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.foundation.parameters import embedding_params
 from lq_lightning.kernels.message.operators import count_write
-from lq_lightning.kernels.optimizer_step import PreparedTensor, StateFormat, prepare
 
 from .base import FULL_PRECISION, Batch, ParamStepCache, QuantizedOptimizer, advance, excluded
 from .config import OptimizerQuantization
@@ -25,8 +25,7 @@ from .optimizers import QuantizedAdamW, adam_scalars
 from .orthogonalization import Round, learning_rate_ratio, plan_rounds
 
 _OF_ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8}  # defaults of groups for AdamW
-_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps")
-_OPTIONS += ("adjust_lr_fn",)
+_OPTIONS = inspect.signature(torch.optim.Muon).parameters.keys() - {"params"}
 _FIXED = {"maximize": False, "decoupled_weight_decay": True}
 _MAX_PLANS = 8  # of rounds that are kept, for batches of different parameters
 
@@ -41,7 +40,7 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
     Parameters of groups with ``"muon": True``, which is the default, are updated as by
     ``torch.optim.Muon``, those of groups with ``"muon": False`` as by ``torch.optim.AdamW``.
     :func:`muon_groups` makes the two groups of a model. Groups may set their own options; for AdamW
-    these are ``lr``, ``weight_decay``, ``betas`` and ``eps``, the last two torch's AdamW's by default.
+    these are ``lr``, ``weight_decay``, ``betas`` and ``eps`` (torch's defaults for the last two).
 
     Each matrix that is sharded (FSDP2, tensor parallelism, also both) is orthogonalized by one of
     its ranks, to which the others send their pieces of its update. These ranks must have gradients
@@ -98,10 +97,9 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         quantization: OptimizerQuantization | None = None,
         full_precision: Iterable[Tensor] = (),
     ) -> None:
-        options = locals()
+        defaults = {name: value for name, value in locals().items() if name in _OPTIONS}
         self.update_codec = update_codec
-        # Muon's own constructor refuses all but matrices
-        Optimizer.__init__(self, params, {name: options[name] for name in _OPTIONS})
+        Optimizer.__init__(self, params, defaults)  # Muon's own refuses all but matrices
         self.enable_quantization(quantization or OptimizerQuantization(), excluded(full_precision))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,9 +197,12 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         """Update the matrices of a round; yield when each exchange has begun."""
         flat, views = matrices.local.buffer(batch.tensors[0][0].device)
         self._advance_momentum(batch, {number: view for (number, _), view in views.items()})
-        shapes = [cache.shape for cache in batch.caches]
-        groups = [self.param_groups[cache.group] for cache in batch.caches]
-        running = matrices.updated(flat, shapes, groups)
+        options = [
+            (tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
+            for group in self.param_groups
+        ]
+        kinds = [(cache.shape, options[cache.group]) for cache in batch.caches]
+        running = matrices.updated(flat, kinds)
         del flat, views
         updates = yield from running
         self._apply(batch, {number: view for (number, _), view in updates.items()})
@@ -211,7 +212,7 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         formats = batch.prepared[0].kind.formats
         if formats[0].quantized:
             tensors = [[update, *batch.tensors[n][1:]] for n, update in updates.items()]
-            self._run_kernel(batch.part(list(updates), tensors), _prepared(tensors, formats), False)
+            self._run_kernel(batch.part(updates, tensors, formats), False)
             return
         for number, update in updates.items():  # torch's operations, for its bits
             group = self.param_groups[batch.caches[number].group]
@@ -234,18 +235,11 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
                 # the kernel for SGD, whose momentum is none
                 scalars = [0, 1, 1, 0, 0, 0, decay / ratio, lr * ratio]
                 tensors = [[p, torch.zeros_like(p, dtype=torch.float32)] for p in params]
-                part = batch.part(numbers, tensors)._replace(rule="sgd", grads=changes)
-                prepared = _prepared(tensors, FULL_PRECISION[:1])
-                self._run_kernel(part, prepared, True, lambda *_, values=scalars: values)
+                part = batch.part(numbers, tensors, FULL_PRECISION[:1])
+                self._run_kernel(part._replace(rule="sgd", grads=changes), True, scalars)
                 continue
             scale_and_add_all(params, 1 - lr * decay, changes, -lr * ratio)
             count_write(*params)
-
-
-def _prepared(
-    tensors: Sequence[Sequence[Tensor]], formats: Sequence[StateFormat]
-) -> list[PreparedTensor]:
-    return [prepare(each, formats) for each in tensors]
 
 
 def muon_groups(
@@ -259,8 +253,7 @@ def muon_groups(
 
     Args:
         module: The model, after ``fully_shard``.
-        adamw: Further parameters for AdamW, such as the head of a model without embeddings, or a
-            matrix of positions that is no ``nn.Embedding``.
+        adamw: Further parameters for AdamW, such as the head of a model without embeddings.
 
     Returns:
         The group for Muon, and the one for AdamW. Set its ``"lr"`` and other options there.

@@ -1,21 +1,12 @@
 """Orthogonalized updates of matrices, each by one of the ranks that hold its pieces.
 
-[Note: rounds]
-
-Newton-Schulz iterations need whole matrices. Each matrix has an owner among the ranks that hold its
-pieces. The pieces of its update travel there once, in bf16 or as codes, and the pieces of the
-result travel back: 4 bytes per parameter in bf16, of which a rank keeps its own. Owners are chosen
-so that all have about as much to compute.
-
-Matrices are handled in rounds, so that no rank owns more than 64 MiB of updates in one, or one
-matrix that is larger. A round holds the pieces of this rank, the matrices that it owns, and
-up to three times as much while these are multiplied; while that goes on, the pieces of the next
-round are on their way.
-
-A mesh of several axes (FSDP2 and tensor parallelism) takes one exchange per axis, the last axis
-first. All ranks derive the same rounds from shapes and placements, and take part in the same
-exchanges in the same order, provided that they have gradients of the same parameters, in the same
-order. Replicas multiply the same batches of matrices, hence get the same bits.
+[Note: rounds] Each matrix has an owner, to which the pieces of its update travel, and from which
+those of the result return. Matrices are handled in rounds, of which a rank holds its pieces, the
+matrices that it owns, and up to three times as much while these are multiplied; meanwhile the
+pieces of the next round are on their way. All ranks derive the same rounds from shapes and
+placements, and take part in the same exchanges in the same order, provided that they have gradients
+of the same parameters, in the same order. Replicas multiply the same batches of matrices, hence get
+the same bits.
 """
 
 from __future__ import annotations
@@ -42,6 +33,8 @@ Rank = tuple[int, ...]
 """Coordinates along the axes that cut a matrix."""
 Key = tuple[int, Rank]
 """A piece: number of its matrix, and the rank that holds it."""
+Kind = tuple[torch.Size, tuple[Any, ...]]
+"""Shape of a matrix, and options of :func:`orthogonalize`."""
 Views = dict[Key, Tensor]
 Index = dict[Key, tuple[slice, ...]]
 
@@ -128,31 +121,27 @@ class Round:
     hops: list[Hop]
     codec: CodecSpec | None
 
-    def updated(
-        self, flat: Tensor, shapes: Sequence[torch.Size], groups: Sequence[Mapping[str, Any]]
-    ) -> Generator[None, None, Views]:
+    def updated(self, flat: Tensor, kinds: Sequence[Kind]) -> Generator[None, None, Views]:
         """Orthogonalize all matrices of the round; yields when each exchange has begun.
 
         Args:
             flat: A buffer of ``local``.
-            shapes: Shape of each matrix of all rounds.
-            groups: Parameter group of each.
+            kinds: Of the matrices of all rounds.
 
         Returns:
             The pieces of ``local`` in the results.
         """
-        flat, views = yield from self._travel(flat, self.local, self.hops)
+        views = yield from self._travel(flat, self.local, self.hops)
         collected = self.hops[-1].received if self.hops else self.local
         flat, results = collected.buffer(flat.device)
-        self._orthogonalize(views, results, shapes, groups)
+        self._orthogonalize(views, results, kinds)
         del views, results
         back = [Hop(hop.group, hop.received, hop.sent) for hop in reversed(self.hops)]
-        _, views = yield from self._travel(flat, collected, back)
-        return views
+        return (yield from self._travel(flat, collected, back))
 
     def _travel(
         self, flat: Tensor, pieces: Pieces, hops: Sequence[Hop]
-    ) -> Generator[None, None, tuple[Tensor, Views]]:
+    ) -> Generator[None, None, Views]:
         views = pieces.views(flat)
         for number, hop in enumerate(hops):
             if number:
@@ -160,7 +149,7 @@ class Round:
                 copy_all(tuple(onward.values()), tuple(views[key] for key in onward))
             flat = yield from self._exchanged(flat, hop)
             views = hop.received.views(flat)
-        return flat, views
+        return views
 
     def _exchanged(self, flat: Tensor, hop: Hop) -> Generator[None, None, Tensor]:
         arriving, leaving, codec = hop.received.sizes, hop.sent.sizes, self.codec
@@ -179,19 +168,11 @@ class Round:
         rows = received.view(-1, codec.nbytes(_ROW))
         return decode(codec, rows, _ROW, dtype=torch.bfloat16).view(-1)
 
-    def _orthogonalize(
-        self,
-        views: Views,
-        results: Views,
-        shapes: Sequence[torch.Size],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:
-        alike: dict[Any, list[int]] = defaultdict(list)
+    def _orthogonalize(self, views: Views, results: Views, kinds: Sequence[Kind]) -> None:
+        alike: dict[Kind, list[int]] = defaultdict(list)
         for number in self.owned:
-            group = groups[number]
-            options = (tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
-            if shapes[number].numel():
-                alike[shapes[number], options].append(number)
+            if kinds[number][0].numel():
+                alike[kinds[number]].append(number)
         for (shape, options), numbers in alike.items():
             rows = {number: row for row, number in enumerate(numbers)}
             keys = [key for key in views if key[0] in rows]
@@ -227,8 +208,7 @@ def plan_rounds(params: Sequence[Tensor], most: int, codec: CodecSpec | None = N
         load, held = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
         owners: dict[int, Rank] = {}
         for number in sorted(numbers, key=lambda n: (-_cost(params[n]), tuple(params[n].shape), n)):
-            owner = min(ranks, key=lambda rank: load[rank])
-            nbytes = 2 * params[number].numel()
+            owner, nbytes = min(ranks, key=load.__getitem__), 2 * params[number].numel()
             if held[owner] and held[owner] + nbytes > most:
                 rounds.append(_round(grid, owners, params, codec))
                 owners, held = {}, dict.fromkeys(ranks, 0)

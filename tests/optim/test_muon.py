@@ -231,6 +231,11 @@ def test_refusals() -> None:
     for options in ({"lr": -1.0}, {"ns_steps": 100}, {"eps": -1.0}):
         with pytest.raises(ValueError, match="must be"):
             QuantizedMuon([matrix], **options)  # type: ignore[arg-type]
+    optimizer = QuantizedMuon([matrix])
+    for group in ({"params": [kernel]}, {"params": [kernel], "muon": False, "maximize": True}):
+        with pytest.raises(ValueError, match="matrices only|maximize"):
+            optimizer.add_param_group(group)
+    optimizer.add_param_group({"params": [kernel], "muon": False})  # no other group has it
     half = torch.zeros(4, 40, dtype=torch.float16).requires_grad_()
     half.grad = torch.ones_like(half)
     with pytest.raises(TypeError, match="float16"):
@@ -343,6 +348,41 @@ def test_states_are_exchanged_with_torch() -> None:
     assert_equal(params, exact)
 
 
+def test_groups_stay_what_they_are() -> None:
+    """States of torch's optimizers do not say which groups are Muon's."""
+    theirs, ours, matrix = (torch.ones(4, 40).requires_grad_() for _ in range(3))
+    adamw = torch.optim.AdamW([theirs], lr=0.1, betas=(0.5, 0.6), eps=1e-2)
+    theirs.grad = ours.grad = torch.linspace(0, 1, 160).view(4, 40)
+    adamw.step()
+    optimizer = QuantizedMuon([{"params": [ours], "muon": False}])
+    optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    ours.data.copy_(theirs)
+    for own in (adamw, optimizer):
+        own.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    optimizer.load_state_dict(torch.optim.Muon([matrix], lr=0.2).state_dict())  # took no step
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert optimizer.param_groups[0]["muon"] is False
+    with pytest.raises(ValueError, match='"muon": False, other than here'):
+        QuantizedMuon([matrix]).load_state_dict(optimizer.state_dict())
+    ascending = torch.optim.AdamW([matrix], maximize=True)
+    with pytest.raises(ValueError, match="maximize"):
+        optimizer.load_state_dict(ascending.state_dict())
+
+
+def test_schedules_of_momentum() -> None:
+    """They cycle it where the optimizer has no ``betas`` by default, as torch's Muon."""
+    momentum = []
+    for kind in (torch.optim.Muon, QuantizedMuon):
+        optimizer = kind([torch.zeros(4, 40).requires_grad_()])
+        torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=10, base_momentum=0.8
+        )
+        momentum.append(optimizer.param_groups[0]["momentum"])
+    assert momentum[0] == momentum[1]
+    assert "betas" not in optimizer.defaults
+
+
 def test_saved_copied_and_pickled() -> None:
     params = {n: w.requires_grad_() for n, w in weights().items()}
     optimizer = QuantizedMuon(params.values(), 0.1, quantization=CODES)
@@ -401,6 +441,9 @@ def as_torch_in_one_process(rank: int, world: int, path: str) -> None:
             optimizer = QuantizedMuon(params.values(), lr=0.1, quantization=EXACT)
             take_steps(params, optimizer, 0, 3)
             assert_equal(params, expected)
+        if len(axes) == 1:  # a plan knows no pieces that others exchange
+            for matrices in plan_rounds(list(params.values()), 1 << 20):
+                assert all(n in matrices.owned or at == (rank,) for n, at in matrices.index)
         params = dict(Holder(mesh).named_parameters())
         coded = QuantizedMuon(params.values(), lr=0.1, quantization=EXACT, update_codec=INT8)
         take_steps(params, coded, 0, 3)
