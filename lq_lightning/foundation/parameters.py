@@ -46,16 +46,17 @@ def embedding_params(module: nn.Module) -> list[nn.Parameter]:
         module: The model, of which each weight is whole or a DTensor.
 
     Returns:
-        Each parameter once, in the order of ``module.parameters()``; none without an embedding,
-        other than those of :func:`mark_embedding_params`.
+        Each parameter once, in the order of ``module.parameters()``; none without an embedding.
+        After :func:`mark_embedding_params`, those that were marked.
     """
     tables = {id(table.weight): table for table in embeddings(module)}
-    rows = max((table.num_embeddings for table in tables.values()), default=0)
     marked = {
         id(getattr(child, name, None))
         for child in module.modules()
         for name in child.__dict__.get(_EMBEDDING_PARAMS, ())
     }
+    # beside marks, the largest table left may be another than that of the words
+    rows = 0 if marked else max((table.num_embeddings for table in tables.values()), default=0)
     return [
         parameter
         for parameter in module.parameters()

@@ -209,12 +209,10 @@ class QuantizedOptimizer(Optimizer):
     first pieces as rows above all second ones. Replicas have the same noise. All statistics are of
     groups, which no rank shares with another.
 
-    A subclass defines its states, the scalars of its rule, and whether torch's optimizer counts
-    steps too. States and steps may differ from group to group.
+    A subclass defines its states, which may differ from group to group, and its rule's scalars.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
-    has_step: ClassVar[bool] = True
     torch_class: ClassVar[type[Optimizer] | None] = None
 
     quantization_config: OptimizerQuantization
@@ -233,8 +231,8 @@ class QuantizedOptimizer(Optimizer):
         return self.state_names
 
     def _counts_steps(self, group: Mapping[str, Any]) -> bool:
-        """Whether torch's optimizer has step counters for a group."""
-        return self.has_step
+        """Whether torch's optimizer has step counters: for the bias of two moments."""
+        return len(self._states_of(group)) == 2
 
     def _scalars(self, group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
         """The eight scalars of ``kernels.optimizer_step``."""

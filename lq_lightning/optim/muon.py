@@ -73,7 +73,6 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
     """
 
     state_names = ("momentum_buffer",)
-    has_step = False
     update_codec: CodecSpec | None = None
     round_nbytes: ClassVar[int] = 64 << 20  # of updates in bf16 that a rank computes together
     # Matrices by which rounds were planned, and the rounds; not in pickles or copies.
@@ -160,9 +159,6 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
 
     def _states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return self.state_names if _is_muon(group) else QuantizedAdamW.state_names
-
-    def _counts_steps(self, group: Mapping[str, Any]) -> bool:
-        return not _is_muon(group)
 
     def _scalars(self, group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
         if not _is_muon(group):

@@ -126,7 +126,6 @@ class QuantizedSGD(QuantizedOptimizer, torch.optim.SGD):
     """
 
     state_names = ("momentum_buffer",)
-    has_step = False
     torch_class = torch.optim.SGD
 
     def __init__(
@@ -184,7 +183,6 @@ class QuantizedLion(QuantizedOptimizer):
     """
 
     state_names = ("exp_avg",)
-    has_step = False
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lq_lightning.codecs import CodecSpec
+from lq_lightning.foundation.parameters import mark_embedding_params
 from lq_lightning.optim import (
     OptimizerQuantization,
     QuantizedAdamW,
@@ -277,6 +278,16 @@ def test_embeddings_heads_and_vectors_go_to_adamw(tied: bool) -> None:
     reasons = {plan.name: plan.reason for plan in optimizer.quantization_plan()}
     assert reasons["tokens.weight"] == "asked for by `full_precision`"
     assert reasons["down.weight"] is None
+
+
+def test_stages_know_words_from_positions() -> None:
+    model = Model()
+    model.as_long_as_positions = nn.Linear(8, 16, bias=False)
+    mark_embedding_params(model)
+    del model.tokens
+    muon, adamw = ([name for name, _ in group["params"]] for group in muon_groups(model))
+    assert muon == ["up.weight", "down.weight", "as_long_as_positions.weight"]
+    assert {"head.weight", "positions.weight"} <= set(adamw)
 
 
 def test_a_group_may_be_empty() -> None:
