@@ -107,9 +107,10 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle, or take what ``load_state_dict`` read, of torch's optimizers too."""
-        pairs = list(zip(getattr(self, "param_groups", ()), state["param_groups"], strict=False))
+        groups = getattr(self, "param_groups", ()), state.get("param_groups", ())
+        pairs = list(zip(*groups, strict=False))
         for own, saved in pairs:
-            self.check_group({**own, **saved})
+            self.check_group({**own, **saved, "capturable": False})
             if _is_muon(own) != _is_muon({**own, **saved}):
                 raise ValueError(
                     f'a saved parameter group has "muon": {not _is_muon(own)}, other than here.'
