@@ -158,7 +158,6 @@ def test_other_groups_are_adamw(config: OptimizerQuantization) -> None:
     ours, theirs = ([w.clone().requires_grad_() for w in starts] for _ in range(2))
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.2}
     group = {"params": ours, "muon": False, "eps": 1e-3, **options}
-    muon = QuantizedMuon([group, {"params": [torch.zeros(4, 4).requires_grad_()]}])
     muon = QuantizedMuon([group], quantization=config)
     adamw = torch.optim.AdamW(theirs, eps=1e-3, **options)
     if config is CODES:
@@ -192,7 +191,6 @@ def test_nonfinite_gradients_pass_through() -> None:
 
 def test_bf16_weights_rounded_by_chance_keep_the_mean() -> None:
     start = torch.full((64, 128), 1.0)
-    steps = torch.zeros(64, 128)
     for chance in (True, False):
         config = OptimizerQuantization(min_numel=0, stochastic_rounding=chance)
         weight = start.bfloat16().requires_grad_()
@@ -208,7 +206,6 @@ def test_bf16_weights_rounded_by_chance_keep_the_mean() -> None:
         moved, wanted = (weight.float() - 1).mean().item(), (exact - 1).mean().item()
         assert abs(moved - wanted) < (0.03 if chance else 10) * abs(wanted), (moved, wanted)
         assert chance or moved != wanted
-    assert not steps.any()
 
 
 def test_weights_change_visibly() -> None:
