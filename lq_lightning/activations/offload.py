@@ -338,7 +338,8 @@ class Offload:
         if self._is_simulated:  # only memory of the device is followed
             values = storage.nbytes() // tensor.dtype.itemsize
             flat = tensor.data.as_strided((values,), (1,), 0).view(torch.uint8)
-            return _Moved(tensor, _Record(tensor, flat, ()), group, self._dead)
+            extents = self.pool.take(storage.nbytes(), lambda event: None)
+            return _Moved(tensor, _Record(tensor, flat, extents), group, self._dead)
         flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         out = self._stream(0)
         wait = (lambda event: None) if out is None else out.wait_event
@@ -456,7 +457,7 @@ class Offload:
             return
         with nullcontext() if record.home is None else streams.on_stream(record.home):
             value = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
-        host = self.pool.parts(record.extents, record.nbytes) if record.extents else []
+        host = [] if self._is_simulated else self.pool.parts(record.extents, record.nbytes)
         parts = torch.split(value, [part.numel() for part in host]) if host else []
         into = self._stream(1)
         if into is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -424,3 +424,11 @@ class Classification:
 
 def _short(name: str) -> str:
     return name.removesuffix(".default")
+
+
+def of_host_memory(traces: Sequence[Trace], gpus_per_node: int) -> tuple[str, ...]:
+    """Say how much host memory a run pins; how much a machine has is not known."""
+    most = max(trace.host_nbytes for trace in traces) / 2**30
+    on_node = f", {most * gpus_per_node:.1f} GiB per node" if gpus_per_node > 1 else ""
+    said = f"`offload` pins up to {most:.1f} GiB of host memory per rank{on_node}."
+    return (said,) if most else ()

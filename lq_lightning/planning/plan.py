@@ -29,7 +29,7 @@ from lq_lightning.planning.config import (
 )
 from lq_lightning.planning.estimates import Outcome, number_of_equal_layers, with_layers
 from lq_lightning.planning.machine import Machine, make_machine
-from lq_lightning.planning.memory import MemoryPeak, peak_memory
+from lq_lightning.planning.memory import MemoryPeak, of_host_memory, peak_memory
 from lq_lightning.planning.prices import Price, price_of
 from lq_lightning.planning.recorder import SimulationError
 from lq_lightning.planning.run_options import RunOptions, checkpointing_of
@@ -317,6 +317,7 @@ def plan_run(
         tokens=None if tokens is None else int(tokens),
         price=_told(price_of(simulated.options, place)),
         batch=f"{describe(batch)} from {origin}",
+        notes=of_host_memory(simulated.traces, place.gpus_per_node),
     )
     return _with_alternatives(result, simulated, simulations) if alternatives else result
 

@@ -408,6 +408,10 @@ class Recorder(OperatorMode):
         if (storage := self._storage(tensor)) is not None:
             storage.used_on += (self.stream.number,)
 
+    def pin(self, nbytes: int, *, pin: bool) -> None:
+        """Count host memory, in place of ``host_memory``, which would make it."""
+        self.trace.host_nbytes += nbytes
+
     def name_owners(self, trainer: Trainer, module: LightningModule) -> None:
         """Note which memory parameters, their gradients, buffers and optimizers hold now."""
         for parameter in module.parameters():

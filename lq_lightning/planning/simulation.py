@@ -37,7 +37,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lq_lightning._compat import simulation as compat
 from lq_lightning._compat.torch import any_rank, in_step, meet, read_note, set_timeouts
-from lq_lightning.activations import functions
+from lq_lightning.activations import functions, host_memory
 from lq_lightning.callbacks import activation_quantization
 from lq_lightning.data_parallel import all_gather
 from lq_lightning.foundation import streams
@@ -227,6 +227,7 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
         (streams, "current_stream", current_stream),
         (streams, "on_stream", on_stream),
         (streams, "record_use", recorder.note_use),
+        (host_memory, "host_memory", recorder.pin),
         (parts, "nvlink_inside_nodes", lambda device, node_size: place.nvlink),
         (all_gather, "all_gather_parts", recorder.gather_parts),
         (functions, "scaled_mm", recorder.scaled_mm),

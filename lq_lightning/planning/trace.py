@@ -168,6 +168,7 @@ class Trace:
             batch's largest integer tensor, or its samples.
         events: All events in the order of the host's calls.
         compiled: Whether blocks are compiled, so that their pointwise operators run together.
+        host_nbytes: Pinned host memory of offloaded activations.
         told: What a rank of the first pipeline stage has told the others: shapes of hidden states.
     """
 
@@ -179,6 +180,7 @@ class Trace:
     tokens: int = 0
     events: list[Event] = field(default_factory=list)
     compiled: bool = False
+    host_nbytes: int = 0
     told: list[object] = field(default_factory=list)
 
     def last_step(self) -> list[Event]:

@@ -300,6 +300,7 @@ def test_failed_steps_leave_nothing_behind(start: Callable[..., Offload]) -> Non
 
 def test_graphs_are_freed_without_the_garbage_collector(start: Callable[..., Offload]) -> None:
     moving = start(model := nn.Sequential(Wide(torch.exp), Wide(torch.sigmoid)), min_nbytes=4096)
+    gc.collect()  # what other tests left
     gc.disable()
     try:
         for _ in range(3):

@@ -13,7 +13,7 @@ from lq_lightning.activations import quantize_activations
 from lq_lightning.callbacks import ActivationQuantization
 from lq_lightning.data_parallel import WeightQuantization
 from lq_lightning.planning.allocator import MIB
-from lq_lightning.planning.memory import peak_memory
+from lq_lightning.planning.memory import of_host_memory, peak_memory
 from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
 from lq_lightning.plugins import QuantizedPrecision
 from lq_lightning.strategies import QuantizedFSDPStrategy
@@ -101,6 +101,9 @@ FITS = {
 }
 
 
+PINNED = {}
+
+
 @cache
 def _fit(name, world_size=1, gpus_per_node=1):
     def build(overrides):
@@ -112,7 +115,9 @@ def _fit(name, world_size=1, gpus_per_node=1):
         return Trainer(**(own | overrides)), module, DataLoader(data, batch_size=BATCH)
 
     place = SimulatedRank(world_size=world_size, gpus_per_node=gpus_per_node, nvlink=False)
-    return peak_memory(simulate_fit(build, place), MACHINE)
+    trace = simulate_fit(build, place)
+    PINNED[name] = of_host_memory([trace], 8)
+    return peak_memory(trace, MACHINE)
 
 
 def _most(peak, kind):
@@ -172,6 +177,9 @@ def test_offloaded_activations_are_on_the_host():
     """Two blocks of six are left."""
     saved, left = (_most(_fit(name), "saved activations") for name in ("deep", "deep offload"))
     _near(left, saved * 2 / 6, 0.1)
+    assert not PINNED["deep"]
+    slab = "`offload` pins up to 0.5 GiB of host memory per rank, 4.0 GiB per node."
+    assert PINNED["deep offload"] == (slab,)
 
 
 @pytest.mark.parametrize(("world_size", "gpus_per_node"), [(2, 2), (1024, 8)])
