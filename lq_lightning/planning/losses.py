@@ -1,11 +1,10 @@
-"""Losses of quantized trainings against full precision, as measured, and the tables of them.
+"""Losses of quantized trainings against full precision, as measured.
 
-``docs/accuracy.md`` is printed from here, and a test recomputes every number from its report.
+A test prints ``docs/accuracy.md`` from here, and recomputes every number from its report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["pretraining", "fine-tuning"]
@@ -34,8 +33,7 @@ class Loss(NamedTuple):
     """Change of the validation loss in percent, with its standard error, by what was quantized.
 
     One run has the error that runs of full precision show which start a thousandth apart; None
-    where the study has none of those. ``quantized`` is empty for what no option does. ``note`` says
-    how it differs from what it stands for.
+    where the study has none of those. ``note`` says how it differs from what it stands for.
     """
 
     study: str
@@ -84,8 +82,6 @@ _G4, _G5, _G6, _G8 = (
 _AGOQ, _AUTO, _COAT, _MIXED = (f"activations {n}" for n in ("agoq", "auto", "coat", "fp8-4bit"))
 _STATES = "states expanded_fp8"
 _EARLIER = {_AGOQ: "4-bit codes", _MIXED: "4-bit codes", _COAT: "codes in E4M3"}
-_NF4_SHORT = "gradients, NF4, groups of 64, short scales"
-_PERTURBED = "full precision perturbed"
 _NOT_ADAPTED = "bits are not adapted"
 _NEAREST = "rounded to nearest"
 
@@ -104,50 +100,29 @@ LOSSES: tuple[Loss, ...] = (
     Loss("gpt_1m", "gradients, vocabulary 6", 128, -0.005, 0.005, (_INT4, _G6)),
     Loss("gpt_1m", "gradients, vocabulary 8", 128, -0.004, 0.005, (_INT4, _G8)),
     Loss("gpt_1m", "gradients, vocabulary 5", 128, +0.006, 0.005, (_INT4, _G5)),
-    Loss("gpt_1m", "gradients, vocabulary groups of 32", 128, +0.022, 0.006),
     Loss("gpt_1m", "both", 128, +0.057, 0.005, (_INT4, _G4)),
-    Loss("gpt_1m", "gradients, groups of 32", 128, +0.025, 0.005),
-    Loss("gpt_1m", _NF4_SHORT, 128, +0.027, 0.005),
-    Loss("gpt_1m", "gradients, NF4, short scales, vocabulary 6", 128, +0.004, 0.004),
-    Loss("gpt_1m", "gradients, larger transform", 64, +0.047, 0.005),
     Loss("gpt_1m", "differences", 64, +0.001, 0.004, (_INT4,)),
-    Loss("gpt_1m", "both from 40", 64, +0.051, 0.001),
-    Loss("gpt_1m", "noise", 64, +0.066, 0.006),
-    Loss("gpt_1m", "gradients, fitted normal", 64, +1.286, 0.124),
     Loss("llama_1m", "gradients, vocabulary 6", 192, +0.012, 0.015, (_INT4, _G6)),
     Loss("llama_1m", "gradients, vocabulary 8", 192, +0.022, 0.013, (_INT4, _G8)),
     Loss("llama_1m", "both", 192, +0.046, 0.016, (_INT4, _G4)),
-    Loss("llama_1m", _NF4_SHORT, 192, +0.028, 0.015),
-    Loss("llama_1m", "gradients, NF4, short scales, vocabulary 6", 192, +0.022, 0.014),
-    Loss("llama_1m", "gradients, larger transform", 64, +0.057, 0.032),
     Loss("llama_1m", "differences", 64, +0.019, 0.023, (_INT4,)),
-    Loss("llama_1m", "noise", 64, +0.061, 0.029),
-    Loss("llama_1m", "gradients, fitted normal", 64, +0.051, 0.028),
     Loss("llama", "both", 8, +0.081, 0.016, (_INT4, _G6)),
     Loss("llama", "gradients", 8, +0.031, 0.006, (_G6,)),
-    Loss("llama", _PERTURBED, 8, -0.011, 0.007),
     Loss("llama_again", "differences, NF4, short groups", 4, +0.037, 0.011, (_NF4, _G6)),
     Loss("llama_again", "both", 4, +0.065, 0.007, (_INT4, _G6)),
     Loss("gpt", "both", 4, +0.075, 0.017, (_INT4, _G6)),
-    Loss("gpt", _PERTURBED, 4, -0.004, 0.012),
     Loss("gpt_again", "both", 8, +0.046, 0.017, (_NF4, _G6)),
     Loss("gpt_again", "gradients", 8, +0.019, 0.015, (_G6,)),
     Loss("gpt_again", "differences", 8, +0.044, 0.010, (_NF4,)),
-    Loss("gpt_again", "both, vocabulary exact", 8, +0.040, 0.015),
-    Loss("gpt_again", _NF4_SHORT, 8, +0.043, 0.016),
     Loss("gpt_fast", "both", 8, +0.129, 0.041, (_NF4, _G6)),
     Loss("gpt_fast_again", "both", 8, +0.097, 0.064, (_NF4, _G6)),
     Loss("gpt_fast_again", "gradients", 8, +0.043, 0.081, (_G6,)),
-    Loss("gpt_fast_again", _PERTURBED, 8, +0.018, 0.075),
-    Loss("gpt_long", _PERTURBED, 3, +0.110, 0.102),
     Loss("gpt_long", "SDP4Bit vocabulary 6", 3, +0.185, 0.086, (_INT4, _G6)),
     Loss("gpt_long", "SDP4Bit", 3, +0.153, 0.074, (_INT4, _G4)),
     Loss("gpt_long", "qWD", 1, +0.162, 0.156, (_INT4,)),
     Loss("gpt_long", "TLq-HS", 1, +0.203, 0.156, (_G4,)),
-    Loss("gpt_long", "SDP4Bit stochastic", 1, +0.148, 0.156),
     Loss("gpt_long", "SDP4Bit vocabulary 8", 1, +0.012, 0.156, (_INT4, _G8)),
     Loss("gpt_long", "SDP4Bit 2 bits", 1, +3.730, 0.156, (_INT4, "gradients TLq-HS int2/128")),
-    Loss("gpt_long", "SDP4Bit 2 bits vocabulary 8", 1, +2.591, 0.156),
     Loss("gpt_long", "qW", 1, +2.139, 0.156, ("weights int4/2048",)),
     Loss("gpt_long", "AdamW expanded_fp8", 1, +0.017, 0.156, (_STATES,), _NEAREST),
     Loss("gpt_long", "AdamW dynamic8", 1, +0.079, 0.156, ("states dynamic8",), _NEAREST),
@@ -213,104 +188,7 @@ LOSSES: tuple[Loss, ...] = (
 )
 
 
-# --- tables of docs/accuracy.md -------------------------------------------------------------------
-
-
-class Table(NamedTuple):
-    """Variants of several studies, one per column, in rows."""
-
-    title: str
-    columns: dict[str, str]  # heading by study
-    rows: tuple[tuple[str, tuple[str, ...]], ...]  # label, and variant in each column: "" has none
-
-
-def _alike(*rows: tuple[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple((label, (variant, variant)) for label, variant in rows)
-
-
-TABLES = (
-    Table(
-        "gradients between nodes; differences are INT4 in groups of 2048",
-        {"gpt_1m": "GPT", "llama_1m": "Llama"},
-        _alike(
-            ("4 bits, embeddings and heads in 6, as by default", "gradients, vocabulary 6"),
-            ("embeddings and heads in 8", "gradients, vocabulary 8"),
-            ("embeddings and heads in 5", "gradients, vocabulary 5"),
-            ("embeddings and heads in 4, in groups of 32", "gradients, vocabulary groups of 32"),
-            ("4 bits throughout, the default until these runs", "both"),
-            ("4 bits throughout in groups of 32", "gradients, groups of 32"),
-            ("NF4 throughout in groups of 64 with scales of 16 bits", _NF4_SHORT),
-            (
-                "NF4 in groups of 64 with scales of 16 bits, embeddings and heads in 6",
-                "gradients, NF4, short scales, vocabulary 6",
-            ),
-            ("Hadamard transform of 128 instead of 32", "gradients, larger transform"),
-            ("full precision: differences alone", "differences"),
-            ("4 bits throughout after 40 steps in full precision", "both from 40"),
-            ("normal noise as large as the errors of 4 bits throughout", "noise"),
-            ("scales of least error instead of the largest magnitude", "gradients, fitted normal"),
-        ),
-    ),
-    Table(
-        "110M parameters",
-        {
-            "llama": "Llama, tied embeddings, 8 seeds",
-            "llama_again": "again, 4 seeds",
-            "gpt": "GPT, 4 seeds",
-            "gpt_again": "again, 8 seeds",
-        },
-        (
-            (
-                "**the default**: NF4 differences in groups of 128",
-                ("", "differences, NF4, short groups", "", "both"),
-            ),
-            ("INT4 differences in groups of 2048, the default before", ("both",) * 3 + ("",)),
-            ("gradients alone", ("gradients", "", "", "gradients")),
-            ("NF4 differences alone", ("", "", "", "differences")),
-            ("the default, embeddings and head exact", ("", "", "", "both, vocabulary exact")),
-            ("the default, NF4 in groups of 64 for gradients too", ("", "", "", _NF4_SHORT)),
-            ("full precision, start perturbed by a thousandth", (_PERTURBED, "", _PERTURBED, "")),
-        ),
-    ),
-    Table(
-        "variant",
-        {"gpt_long": "change"},
-        (
-            ("full precision, start perturbed by a thousandth", (_PERTURBED,)),
-            ("`quantized_fsdp`, the default but for INT4 differences", ("SDP4Bit vocabulary 6",)),
-            ("`quantized_fsdp`, 4 bits throughout", ("SDP4Bit",)),
-            ("weights alone (`qWD`)", ("qWD",)),
-            ("gradients alone (`TLq-HS`)", ("TLq-HS",)),
-            ("stochastic rounding", ("SDP4Bit stochastic",)),
-            ("vocabulary in 8 bits", ("SDP4Bit vocabulary 8",)),
-            ("gradients of 2 bits", ("SDP4Bit 2 bits",)),
-            ("gradients of 2 bits, vocabulary in 8", ("SDP4Bit 2 bits vocabulary 8",)),
-            ("4-bit weights instead of differences (`qW`)", ("qW",)),
-        ),
-    ),
-)
-
-
 def show(percent: float, error_percent: float | None, digits: int = 3) -> str:
     """A change of the loss with its error, without a unit."""
     error = "" if error_percent is None else f" ± {error_percent:.{digits}f}"
     return f"{percent:+.{digits}f}{error}"
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """A Markdown table: numbers to the right, the first column and ``left`` to the left."""
-    aligned = ["---" if index in (0, *left) else "---:" for index in range(len(header))]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (header, aligned, *rows))
-
-
-def print_table(table: Table) -> str:
-    """One of :data:`TABLES`, in percent, as ``docs/accuracy.md`` has it."""
-    known = {(loss.study, loss.variant): loss for loss in LOSSES}
-    rows = []
-    for label, variants in table.rows:
-        found = [known.get(key) for key in zip(table.columns, variants, strict=True)]
-        cells = [show(loss.percent, loss.error_percent) if loss else "-" for loss in found]
-        seeds = [str(loss.seeds) for loss in found if loss][: len(table.columns) == 1]
-        rows.append([label, *seeds, *cells])
-    seeds = ["seeds"] if len(table.columns) == 1 else []
-    return markdown([table.title, *seeds, *table.columns.values()], rows)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from lq_lightning.activations.policy import RECIPES
 from lq_lightning.data_parallel import GradientQuantization, LocalSteps
 from lq_lightning.optim import OptimizerQuantization
-from lq_lightning.planning.losses import LOSSES, STUDIES, Kind, Loss, markdown, show
+from lq_lightning.planning.losses import LOSSES, STUDIES, Kind, Loss, show
 from lq_lightning.planning.run_options import Cluster, RunOptions
 
 WHAT_STUDIES_CANNOT_SEE = (
@@ -197,11 +197,11 @@ def price(parts: Iterable[str], kind: Kind = "pretraining") -> Price:
     left, costs = dict.fromkeys(parts), []
     others = [each for each in get_args(Kind) if each != kind]
     for each in (kind, *others):
-        losses = [loss for loss in LOSSES if loss.quantized and STUDIES[loss.study].kind == each]
+        losses = [loss for loss in LOSSES if STUDIES[loss.study].kind == each]
         together = dict.fromkeys(loss.quantized for loss in losses)
         for quantized in sorted(together, key=len, reverse=True):
             if all(part in left for part in quantized):
-                costs.append(_mean([loss for loss in losses if loss.quantized == quantized]))
+                costs.append(mean_of([loss for loss in losses if loss.quantized == quantized]))
                 left = {part: None for part in left if part not in quantized}
     return _sum(costs, (), tuple(left))
 
@@ -223,7 +223,7 @@ def _sum(more: Sequence[Cost], less: Sequence[Cost], unmeasured: tuple[str, ...]
     return Price(percent, error, unmeasured, costs)
 
 
-def _mean(losses: list[Loss]) -> Cost:
+def mean_of(losses: list[Loss]) -> Cost:
     """Mean of the largest models' results, by their errors, which grow if the results disagree."""
     largest = max(STUDIES[loss.study].parameters for loss in losses)
     losses = [x for x in losses if STUDIES[x.study].parameters * _SAME_SIZE >= largest]
@@ -236,41 +236,3 @@ def _mean(losses: list[Loss]) -> Cost:
         misfit = math.fsum(((percent - mean) / error) ** 2 for percent, error in found)
         error = math.sqrt(max(1.0, misfit / max(1, len(found) - 1)) / weight)
     return Cost(losses[0].quantized, mean, error, tuple(losses))
-
-
-# --- the page -------------------------------------------------------------------------------------
-
-# Options of which nobody has measured what they cost in loss.
-_NOT_MEASURED = (
-    "gradient sums int8",
-    "bf16 weights, stochastic",
-    "bf16 weights and states",
-    "gradients rounded in every micro-batch",
-    "gradients TLq-HS int8/128 within a node",
-    "all-reduce in 8 bits",
-)
-
-
-def print_prices() -> str:
-    """The table of all prices, in percent, as ``docs/accuracy.md`` has it."""
-    every = dict.fromkeys(loss.quantized for loss in LOSSES if loss.quantized)
-    rows = []
-    for quantized in [*every, *((part,) for part in _NOT_MEASURED)]:
-        cells = [" + ".join(quantized)]
-        for kind in get_args(Kind):
-            cells += _cells(quantized, kind)
-        rows.append(cells)
-    header = ("what is coded", "pretraining", "measured with", "fine-tuning", "measured with")
-    return markdown(header, rows, left=(2, 4))
-
-
-def _cells(quantized: tuple[str, ...], kind: Kind) -> list[str]:
-    losses = [loss for loss in LOSSES if loss.quantized == quantized]
-    losses = [loss for loss in losses if STUDIES[loss.study].kind == kind]
-    if not losses:
-        return ["not measured", "-"]
-    cost = _mean(losses)
-    models = dict.fromkeys(
-        STUDIES[x.study].model + (f", {x.note}" if x.note else "") for x in cost.losses
-    )
-    return [show(cost.percent, cost.error_percent), "; ".join(models)]
