@@ -1,7 +1,7 @@
 """PyTorch's caching allocator for CUDA, as far as it decides how much memory is taken.
 
 Sizes and rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (2.11 to 2.13) with the default
-settings, or with ``expandable_segments:True``. Left out is what happens when the device is full:
+settings. Left out is what happens when the device is full:
 cached segments are then given back, so a run fits where its reserved bytes are a little too many.
 
 A block that another stream was noted to use (``Tensor.record_stream``) comes back when the device
@@ -25,7 +25,6 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _MIN_LARGE = 10 * MIB  # requests from here on get a segment of their own
 _ROUND_LARGE = 2 * MIB
-_VIRTUAL = 1 << 50  # more than any device has: the address range of one expandable segment
 
 _Pool = tuple[int, bool]
 
@@ -54,21 +53,15 @@ class Block:
 class CachingAllocator:
     """Hands out blocks as PyTorch's allocator does.
 
-    Args:
-        expandable_segments: As if ``PYTORCH_CUDA_ALLOC_CONF`` said so: one segment per stream and
-            pool that grows by pages, instead of many of fixed sizes.
-
     Attributes:
         allocated: Bytes in use now, as ``torch.cuda.memory_allocated`` returns.
         reserved: Bytes taken from the device, as ``torch.cuda.memory_reserved`` returns.
         max_allocated: The most that :attr:`allocated` was.
     """
 
-    def __init__(self, expandable_segments: bool = False) -> None:
+    def __init__(self) -> None:
         self.allocated = self.reserved = self.max_allocated = 0
-        self._expandable = expandable_segments
         self._free: dict[_Pool, list[tuple[int, int, Block]]] = defaultdict(list)
-        self._ends: dict[_Pool, Block] = {}  # last mapped block of each expandable segment
         self._next_address = 0
         self._blocks: dict[Storage, Block] = {}
         self._waiting: list[tuple[Block, set[int], int]] = []
@@ -98,11 +91,12 @@ class CachingAllocator:
         """Return a block of at least ``nbytes`` for ``stream``."""
         size = max(1, -(-nbytes // _MIN_BLOCK)) * _MIN_BLOCK
         pool = stream, size <= _SMALL
-        block = self._best_fit(pool, size)
-        if block is None:
-            block = self._grow(pool, size) if self._expandable else self._new_segment(pool, size)
+        free = self._free[pool]
+        # the smallest free block that is large enough, of equal ones the first in memory
+        place = bisect_left(free, (size, -1))
+        block = free.pop(place)[2] if place < len(free) else self._new_segment(pool, size)
         rest = block.nbytes - size
-        if rest >= _MIN_BLOCK if pool[1] or self._expandable else rest > _SMALL:
+        if rest >= _MIN_BLOCK if pool[1] else rest > _SMALL:
             self._split(block, size)
         block.free = False
         self.allocated += block.nbytes
@@ -132,17 +126,6 @@ class CachingAllocator:
                 self._give_back(block)
         self._waiting = still
 
-    def _best_fit(self, pool: _Pool, size: int) -> Block | None:
-        """Take the smallest free block that is large enough, of equal ones the first in memory."""
-        free = self._free[pool]
-        place = bisect_left(free, (size, -1))
-        if place == len(free):
-            return None
-        # The end of an expandable segment counts as endless: any other block comes before it.
-        if free[place][2] is self._ends.get(pool) and place + 1 < len(free):
-            place += 1
-        return free.pop(place)[2]
-
     def _new_segment(self, pool: _Pool, size: int) -> Block:
         if size <= _SMALL:
             nbytes = _SMALL_SEGMENT
@@ -155,23 +138,6 @@ class CachingAllocator:
         self.reserved += nbytes
         return block
 
-    def _grow(self, pool: _Pool, size: int) -> Block:
-        """Map pages at the end of the pool's expandable segment, behind what is free there."""
-        page = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
-        end = self._ends.get(pool)
-        if end is None:
-            end = self._ends[pool] = Block(self._next_address, 0, pool, free=True)
-            self._next_address += _VIRTUAL
-        elif end.free:
-            self._free[pool].remove(_place(end))
-        else:
-            end.after = Block(end.address + end.nbytes, 0, pool, free=True, before=end)
-            end = self._ends[pool] = end.after
-        more = -(-(size - end.nbytes) // page) * page
-        end.nbytes += more
-        self.reserved += more
-        return end
-
     def _split(self, block: Block, size: int) -> None:
         rest = Block(
             block.address + size, block.nbytes - size, block.pool, True, block, block.after
@@ -180,8 +146,6 @@ class CachingAllocator:
             block.after.before = rest
         block.after, block.nbytes = rest, size
         insort(self._free[block.pool], _place(rest))
-        if self._ends.get(block.pool) is block:
-            self._ends[block.pool] = rest
 
     def _give_back(self, block: Block) -> None:
         """Put a block back into its pool, as one with its free neighbours."""
@@ -199,8 +163,6 @@ class CachingAllocator:
         left.after = right.after
         if right.after is not None:
             right.after.before = left
-        if self._ends.get(left.pool) is right:
-            self._ends[left.pool] = left
         return left
 
 

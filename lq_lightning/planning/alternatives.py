@@ -18,12 +18,12 @@ from lq_lightning.planning.changes import (
     FASTEST_FIRST,
     SMALLEST_FIRST,
     Change,
-    Machine,
     Model,
     changes_of,
     in_turn,
 )
 from lq_lightning.planning.estimates import Estimator, Evaluate, Outcome
+from lq_lightning.planning.machine import Machine
 from lq_lightning.planning.prices import Price, added_price, price_of
 from lq_lightning.planning.run_options import RunOptions
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lq_lightning.data_parallel import WeightQuantization
 from lq_lightning.optim import OptimizerQuantization
-from lq_lightning.planning.run_options import Cluster, RunOptions
+from lq_lightning.planning.machine import Machine
+from lq_lightning.planning.run_options import RunOptions
 
 Memory = Literal["less", "more", "either"]
 # Topics of changes. What saves most at least cost comes first.
@@ -32,20 +33,6 @@ _NOT_SHARED = (
     *("schedule", "num_microbatches", "stages_per_rank", "split", "trunk", "tied_gradients"),
     *("count_targets", "reshard_after_forward"),
 )
-
-
-class Link(Protocol):
-    """A network link; that of a ``Machine`` is one."""
-
-    @property
-    def bytes_per_s(self) -> float: ...  # noqa: D102
-
-
-class Machine(Cluster, Protocol):
-    """What of a machine decides about alternatives."""
-
-    @property
-    def between_nodes(self) -> Link: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -175,11 +175,6 @@ def is_view(operator: Operator) -> bool:
     return operator.name == SHARDED or short_name(operator) in _VIEWS
 
 
-def operator_seconds(operator: Operator, gpu: Gpu, slower: Slower = Slower()) -> float:
-    """Return the seconds that an operator takes on the device."""
-    return slower.of_operator(*operator_costs(operator, gpu))
-
-
 def operator_costs(operator: Operator, gpu: Gpu) -> tuple[float, float, float]:
     """Return the seconds of an operator's launch, of moving its bytes, and of computing."""
     if is_view(operator):
@@ -289,17 +284,13 @@ def sent_nbytes(collective: Collective, groups: int) -> tuple[float, float]:
     return within, groups * through * (nodes > 1)
 
 
-def collective_seconds(
-    collective: Collective, machine: Machine, groups: int, slower: Slower = Slower()
-) -> float:
-    """Return the seconds from the start of a collective to its end; arguments as above."""
-    return slower.of_collective(*collective_costs(collective, machine, groups))
-
-
 def collective_costs(
     collective: Collective, machine: Machine, groups: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of a collective's latency, and of its bytes on both levels."""
+    """Return the seconds of a collective's latency, and of its bytes on both levels.
+
+    Arguments are those of :func:`sent_nbytes`.
+    """
     within, between = sent_nbytes(collective, groups)
     ranks, nodes = collective.ranks, collective.nodes
     local = max(1, ranks // nodes)

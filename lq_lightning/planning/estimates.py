@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from lq_lightning.callbacks.model_setup import AfterConfigureModel
 from lq_lightning.foundation.layer_stack import find_layer_stack
-from lq_lightning.planning.run_options import Cluster, RunOptions
+from lq_lightning.planning.machine import Machine
+from lq_lightning.planning.run_options import RunOptions
 from lq_lightning.planning.simulation import Build, Overrides, UserRun
 
 _FEW_LAYERS = 4  # models of so many are simulated as a whole at once
@@ -69,19 +70,17 @@ class Outcome:
     tokens_per_s: float
 
 
-class Evaluate(Protocol):
-    """Simulates a run with these options, of the whole model or of so many of its layers.
+Evaluate = Callable[[RunOptions, int | None], Outcome]
+"""Simulates a run with these options, of the whole model or of so many of its layers.
 
-    It raises ``ValueError``, ``NotImplementedError`` or ``RuntimeError`` for what cannot run.
-    """
-
-    def __call__(self, options: RunOptions, layers: int | None) -> Outcome: ...  # noqa: D102
+It raises ``ValueError``, ``NotImplementedError`` or ``RuntimeError`` for what cannot run.
+"""
 
 
 class Estimator:
     """Estimates runs from two simulations with few of a model's equal layers, in a line."""
 
-    def __init__(self, evaluate: Evaluate, cluster: Cluster, layers: int) -> None:
+    def __init__(self, evaluate: Evaluate, cluster: Machine, layers: int) -> None:
         self._evaluate, self._cluster, self._layers = evaluate, cluster, layers
         self._more_nbytes, self._slower = 0, 1.0
         self._least: int | None = _LEAST  # of the numbers of layers; None: always the whole model

@@ -66,6 +66,7 @@ _ALLOCATED_ERROR = 0.015
 _RESERVED_ERROR = 0.055
 """Of what the allocator reserves, where streams and sizes of blocks meet otherwise than here."""
 _TIMELINE_POINTS = 240
+_OWNED: dict[str, Kind] = {"optimizer state": "optimizer states", "buffer": "weights"}
 _AFTER = {"batch": "forward", "backward": "backward", "optimizer": "optimizer", "stepped": "other"}
 
 
@@ -102,16 +103,10 @@ class MemoryPeak:
         return self.allocated_nbytes - error, self.allocated_nbytes + error
 
 
-def peak_memory(trace: Trace, machine: Machine, *, expandable_segments: bool = False) -> MemoryPeak:
-    """Return the peak of device memory of a simulated rank.
-
-    Args:
-        trace: What the rank does.
-        machine: Where it would run.
-        expandable_segments: Whether ``PYTORCH_CUDA_ALLOC_CONF`` sets this.
-    """
+def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
+    """Return the peak of device memory of a simulated rank."""
     moments = _Moments(trace)
-    replay = _Replay(trace, Classification(trace), CachingAllocator(expandable_segments))
+    replay = _Replay(trace, Classification(trace))
     allocated, reserved = replay.allocator.max_allocated, replay.allocator.reserved
     constant, error = _outside_allocator(trace, machine)
     parts: dict[str, int] = {kind: replay.at_peak.get(kind, 0) for kind in KINDS}
@@ -170,8 +165,8 @@ class _Replay:
             where most is allocated.
     """
 
-    def __init__(self, trace: Trace, kinds: Classification, allocator: CachingAllocator) -> None:
-        self.allocator, self.kinds = allocator, kinds
+    def __init__(self, trace: Trace, kinds: Classification) -> None:
+        self.allocator, self.kinds = CachingAllocator(), kinds
         self.at_peak: dict[str, int] = {}
         self.peak_index = 0
         self.peak_storage: Storage | None = None
@@ -184,7 +179,7 @@ class _Replay:
         length = max(1, (len(trace.events) - start) // _TIMELINE_POINTS)
         most = -1
         for index, event in enumerate(_on_device(trace.events)):
-            block = allocator.apply(event)
+            block = self.allocator.apply(event)
             if block is not None and isinstance(event, Allocate):
                 sizes[event.storage] = block.nbytes
                 self._add(kinds.of(event.storage), block.nbytes, index, event.storage)
@@ -196,11 +191,11 @@ class _Replay:
                 continue
             if (index - start) % length == 0:
                 self.largest.append((index, dict(self._now)))
-            elif allocator.allocated > most:
+            elif self.allocator.allocated > most:
                 self.largest[-1] = (index, dict(self._now))
             else:
                 continue
-            most = allocator.allocated
+            most = self.allocator.allocated
 
     def _add(self, kind: str, nbytes: int, index: int, storage: Storage | None) -> None:
         self._now[kind] += nbytes
@@ -346,13 +341,7 @@ class Classification:
         if storage.owner == "parameter":
             master = self._low and storage.dtype == torch.float32
             return "master weights" if master else "weights"
-        if storage.owner == "optimizer state":
-            return "optimizer states"
-        if storage.owner == "buffer":
-            return "weights"
-        if storage.owner == "batch":
-            return "saved activations"
-        return None
+        return _OWNED.get(storage.owner)
 
     def _unowned(self, storage: Storage) -> Kind:
         kind = self._of_package(storage)

@@ -12,7 +12,8 @@ from lq_lightning.activations.policy import RECIPES
 from lq_lightning.data_parallel import GradientQuantization, LocalSteps
 from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.planning.losses import LOSSES, STUDIES, Kind, Loss, show
-from lq_lightning.planning.run_options import Cluster, RunOptions
+from lq_lightning.planning.machine import Machine
+from lq_lightning.planning.run_options import RunOptions
 
 WHAT_STUDIES_CANNOT_SEE = (
     "Measured on models of 0.1 to 361 million parameters, over 301 million tokens at most, on two "
@@ -91,12 +92,12 @@ class Price:
 # --- what a run rounds ----------------------------------------------------------------------------
 
 
-def quantized_parts(options: RunOptions, cluster: Cluster) -> tuple[str, ...]:
+def quantized_parts(options: RunOptions, cluster: Machine) -> tuple[str, ...]:
     """Name all that a run rounds, as the table of losses does."""
     return tuple(chain(_exchanged(options, cluster), _kept(options), _stages(options, cluster)))
 
 
-def _exchanged(options: RunOptions, cluster: Cluster) -> Iterator[str]:
+def _exchanged(options: RunOptions, cluster: Machine) -> Iterator[str]:
     weights, gradients = options.collectives(cluster)
     if weights is not None:
         codec, kind = weights.codec(), "differences" if weights.method == "qWD" else "weights"
@@ -171,7 +172,7 @@ def _recipe(options: RunOptions) -> str:
     return "by an ActivationPolicy"
 
 
-def _stages(options: RunOptions, cluster: Cluster) -> Iterator[str]:
+def _stages(options: RunOptions, cluster: Machine) -> Iterator[str]:
     stages = options.stages(cluster)
     codecs = [_codec(each) for each in (options.forward_codec, options.backward_codec)]
     if options.strategy == "quantized_pipeline" and stages > 1 and codecs != ["none", "none"]:
@@ -187,7 +188,7 @@ def _codec(codec: Any) -> str:
 # --- what that costs ------------------------------------------------------------------------------
 
 
-def price_of(options: RunOptions, cluster: Cluster, kind: Kind = "pretraining") -> Price:
+def price_of(options: RunOptions, cluster: Machine, kind: Kind = "pretraining") -> Price:
     """Price the codes of a run; studies of other kinds count where those of ``kind`` have none."""
     return price(quantized_parts(options, cluster), kind)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -24,22 +24,12 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.planning.config import as_list
+from lq_lightning.planning.machine import Machine
 from lq_lightning.plugins import QuantizedPrecision
 from lq_lightning.strategies import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 from lq_lightning.strategies.parts import WeightOption, choose_quantization
 from lq_lightning.strategies.pipelines.stages import stage_topology
 from lq_lightning.strategies.tensor_parallel import data_topology
-
-
-class Cluster(Protocol):
-    """What of a machine decides about codes; a ``Machine`` has it."""
-
-    @property
-    def nodes(self) -> int: ...  # noqa: D102
-    @property
-    def gpus_per_node(self) -> int: ...  # noqa: D102
-    @property
-    def nvlink(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +98,7 @@ class RunOptions:
         return cls(
             strategy=str(name),
             **own,
-            recipe=codes.get("recipe"),
-            budget=codes.get("budget"),
-            adapt=codes.get("adapt"),
-            offload=codes.get("offload"),
+            **{name: codes.get(name) for name in _OF_ACTIVATIONS},
             checkpointing=module is not None and _is_checkpointed(module),
             precision=str(plugin.precision),
             optimizer_state=states.get("optimizer_state", "none"),
@@ -135,12 +122,12 @@ class RunOptions:
 
     # --- where it runs ----------------------------------------------------------------------------
 
-    def stages(self, cluster: Cluster) -> int:
+    def stages(self, cluster: Machine) -> int:
         """Ranks along the pipeline."""
         ranks = cluster.nodes * cluster.gpus_per_node
         return self.pipeline_size or max(1, ranks // self.tensor_parallel_size)
 
-    def topology(self, cluster: Cluster) -> Topology:
+    def topology(self, cluster: Machine) -> Topology:
         """Ranks that share the shards of a module.
 
         Raises:
@@ -160,7 +147,7 @@ class RunOptions:
         return data_topology(self.strategy, ranks, self.tensor_parallel_size)
 
     def collectives(
-        self, cluster: Cluster
+        self, cluster: Machine
     ) -> tuple[WeightQuantization | None, GradientQuantization | None]:
         """What ``"auto"`` stands for there; None: full precision."""
         weights: Any = self.weights
@@ -195,8 +182,8 @@ class RunOptions:
         if self.checkpointing:
             callbacks.append(EnableCheckpointing())  # before codes of what it keeps
         if self.recipe is not None:
-            codes = (self.recipe, self.budget, self.adapt, self.offload)
-            callbacks.append(ActivationQuantization(*codes))  # type: ignore[arg-type]
+            codes: dict[str, Any] = {name: getattr(self, name) for name in _OF_ACTIVATIONS}
+            callbacks.append(ActivationQuantization(**codes))
         changed = {**arguments, "callbacks": callbacks, "precision": self.precision}
         if self.optimizer_state != "none" or self.gradient_buffer != "none":
             states = (self.precision, self.optimizer_state, self.gradient_buffer)
@@ -220,6 +207,7 @@ class RunOptions:
 
 
 _OF_PIPELINE = ("pipeline_size", "forward_codec", "backward_codec")
+_OF_ACTIVATIONS = ("recipe", "budget", "adapt", "offload")
 _OF_STRATEGY = (
     *("weights", "gradients", "replica", "local_steps", "reduce_every_microbatch"),
     *("tensor_parallel_size", "tensor_parallel", *_OF_PIPELINE),
@@ -244,8 +232,7 @@ def checkpointing_of(module: nn.Module) -> Callable[[], None] | None:
     for each in module.modules():
         method = getattr(each, "gradient_checkpointing_enable", None)
         if callable(method):
-            enable: Callable[[], None] = method
-            return enable
+            return method  # type: ignore[no-any-return]
     return None
 
 

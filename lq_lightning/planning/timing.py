@@ -88,12 +88,12 @@ class StepTime:
 
 
 def step_time(
-    traces: Trace | Sequence[Trace], machine: Machine, schedule: Program | None = None
+    traces: Sequence[Trace], machine: Machine, schedule: Program | None = None
 ) -> StepTime:
     """Return the time of a step.
 
     Args:
-        traces: Of one rank; of one rank of each place in the pipeline, in order, with a schedule.
+        traces: Of one rank of each place in the pipeline, in order; of one without a pipeline.
         machine: Where it would run.
         schedule: Orders of the pipeline's ranks.
 
@@ -128,16 +128,15 @@ def step_time(
 
 
 def expected_seconds(
-    traces: Trace | Sequence[Trace], machine: Machine, schedule: Program | None = None
+    traces: Sequence[Trace], machine: Machine, schedule: Program | None = None
 ) -> float:
     """Return the seconds of :func:`step_time` alone, which takes a tenth of the work."""
     return _replayed(_prepared(traces, machine, schedule), schedule, Slower())[0]
 
 
 def _prepared(
-    traces: Trace | Sequence[Trace], machine: Machine, schedule: Program | None
+    traces: Sequence[Trace], machine: Machine, schedule: Program | None
 ) -> list[_Prepared]:
-    traces = [traces] if isinstance(traces, Trace) else list(traces)
     places = len(schedule.orders) if schedule else 1
     if len(traces) != places:
         raise ValueError(
@@ -156,24 +155,17 @@ def _replayed(
 
 
 def breakeven_rate(
-    coded: Callable[[Machine], float] | Trace,
-    plain: Callable[[Machine], float] | Trace,
-    machine: Machine,
+    coded: Callable[[Machine], float], plain: Callable[[Machine], float], machine: Machine
 ) -> float:
     """Return the rate between nodes, in bytes per second, above which codes cost time.
 
-    Args:
-        coded: Trace with codes, or what returns the seconds of its step on a machine.
-        plain: The same without codes.
-        machine: Whose rate between nodes is varied.
-
-    Returns:
-        0 where codes never pay, and infinity where they always do.
+    0 where codes never pay, and infinity where they always do. ``coded`` and ``plain`` return the
+    seconds of a step on a machine.
     """
 
     def pays(rate: float) -> bool:
         varied = replace(machine, between_nodes=replace(machine.between_nodes, bytes_per_s=rate))
-        return _seconds(coded, varied) < _seconds(plain, varied)
+        return coded(varied) < plain(varied)
 
     low, high = 1e6, 1e13
     if pays(high):
@@ -184,12 +176,6 @@ def breakeven_rate(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return math.sqrt(low * high)
-
-
-def _seconds(what: Callable[[Machine], float] | Trace, machine: Machine) -> float:
-    if isinstance(what, Trace):
-        return expected_seconds(what, machine)
-    return what(machine)
 
 
 def _errors(machine: Machine) -> dict[str, float]:

@@ -33,7 +33,7 @@ class Storage:
         shape: Shape of its first tensor.
         dtype: Dtype of its first tensor.
         owner: What holds it when training ends: ``"parameter"``, ``"gradient"``,
-            ``"optimizer state"``, ``"buffer"``, ``"batch"``; empty for all others.
+            ``"optimizer state"``, ``"buffer"``; empty for all others.
         born: Index of its :class:`Allocate` in the events.
         died: Index of its :class:`Free`; None if it lives to the end.
         used_on: Other streams that the allocator was told of (``Tensor.record_stream``).

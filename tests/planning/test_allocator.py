@@ -36,16 +36,6 @@ def test_sizes(nbytes, allocated, reserved):
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "reserved"), [(1, 2), (MIB + 1, 20), (11 * MIB, 20), (21 * MIB, 40)]
-)
-def test_expandable_sizes(nbytes, reserved):
-    allocator = CachingAllocator(expandable_segments=True)
-    allocator.allocate(nbytes)
-    assert allocator.reserved == reserved * MIB
-    assert allocator.allocated == -(-nbytes // 512) * 512
-
-
 def test_free_neighbours_become_one_block():
     allocator = CachingAllocator()
     blocks = [allocator.allocate(5 * MIB) for _ in range(4)]
@@ -74,18 +64,6 @@ def test_streams_share_nothing():
     assert allocator.max_allocated == 64 * MIB
 
 
-def test_expandable_segment_fills_holes_first():
-    allocator = CachingAllocator(expandable_segments=True)
-    first, _, third = (allocator.allocate(n * MIB) for n in (30, 30, 20))
-    assert allocator.reserved == 80 * MIB
-    allocator.free(first)
-    allocator.free(third)
-    # 20 MiB at the end fit better, but the end can grow
-    assert allocator.allocate(16 * MIB).address == first.address
-    allocator.allocate(50 * MIB)
-    assert allocator.reserved == 120 * MIB
-
-
 def test_used_block_comes_back_after_a_wait():
     allocator = CachingAllocator()
     used = _storage(64 * MIB, used_on=(1,))
@@ -103,10 +81,9 @@ def test_used_block_comes_back_after_a_wait():
     assert allocator.reserved == 128 * MIB
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_blocks_never_overlap(expandable):
+def test_blocks_never_overlap():
     random.seed(0)
-    allocator = CachingAllocator(expandable)
+    allocator = CachingAllocator()
     live = []
     for _ in range(3000):
         if live and random.random() < 0.5:

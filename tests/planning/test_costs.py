@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lq_lightning.planning import costs
-from lq_lightning.planning.costs import Slower, collective_seconds, operator_seconds, sent_nbytes
+from lq_lightning.planning.costs import Slower, collective_costs, operator_costs, sent_nbytes
 from lq_lightning.planning.fusion import fused
-from lq_lightning.planning.machine import GPUS, Link, make_machine
+from lq_lightning.planning.machine import GPUS, Gpu, Link, Machine, make_machine
 from lq_lightning.planning.trace import Allocate, Collective, Event, Free, Operator, Storage
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -42,6 +42,14 @@ def product(rows: int, depth: int, columns: int, **changes: object) -> Operator:
 
 def collective(kind: str, nbytes: int, ranks: int, nodes: int) -> Collective:
     return Collective(kind, nbytes, ranks, nodes, 1, "forward", "")  # type: ignore[arg-type]
+
+
+def operator_seconds(operator: Operator, gpu: Gpu, slower: Slower | None = None) -> float:
+    return (slower or Slower()).of_operator(*operator_costs(operator, gpu))
+
+
+def collective_seconds(collective: Collective, machine: Machine, groups: int) -> float:
+    return Slower().of_collective(*collective_costs(collective, machine, groups))
 
 
 # --- operators ------------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from lq_lightning.pipeline.schedules import training_program
+from lq_lightning.pipeline.schedules import Program, training_program
 from lq_lightning.planning import costs, timing
 from lq_lightning.planning.costs import (
     BETWEEN,
@@ -20,7 +21,7 @@ from lq_lightning.planning.costs import (
     WITHIN,
 )
 from lq_lightning.planning.machine import GPUS, Link, Machine
-from lq_lightning.planning.timing import StepTime, breakeven_rate, step_time
+from lq_lightning.planning.timing import StepTime, breakeven_rate
 from lq_lightning.planning.trace import (
     COMPUTING,
     HOST,
@@ -101,6 +102,12 @@ def trace_of(step: Sequence[Event], steps: int = 3, **changes: int) -> Trace:
         events += [Mark("batch", index), *step, Mark("stepped", index + 1)]
     sizes = {"world_size": 4, "gpus_per_node": 2} | changes
     return Trace(rank=0, steps=steps, events=events, **sizes)
+
+
+def step_time(
+    traces: Trace | Sequence[Trace], where: Machine, schedule: Program | None = None
+) -> StepTime:
+    return timing.step_time([traces] if isinstance(traces, Trace) else traces, where, schedule)
 
 
 def timed(step: Sequence[Event], **changes: int) -> StepTime:
@@ -286,11 +293,16 @@ def test_breakeven_is_where_both_steps_take_equally_long() -> None:
     coded = trace_of(
         [work(0.96, name="lq_lightning.quantize.default"), *exchange(1.0, BETWEEN, 1.0)]
     )
-    rate = breakeven_rate(coded, plain, machine())
+
+    def rate_of(coded: Trace, plain: Trace) -> float:
+        seconds = [partial(timing.expected_seconds, [trace]) for trace in (coded, plain)]
+        return breakeven_rate(*seconds, machine())
+
+    rate = rate_of(coded, plain)
     # two seconds with codes, as plain messages of eight seconds at that rate take
     assert rate == pytest.approx(4 * BETWEEN_SECOND, rel=0.02)
-    assert breakeven_rate(trace_of([work(1.0)]), trace_of([work(2.0)]), machine()) == float("inf")
-    assert breakeven_rate(trace_of([work(2.0)]), trace_of([work(1.0)]), machine()) == 0
+    assert rate_of(trace_of([work(1.0)]), trace_of([work(2.0)])) == float("inf")
+    assert rate_of(trace_of([work(2.0)]), trace_of([work(1.0)])) == 0
 
 
 def test_refuses_traces_without_steps_or_places() -> None:
