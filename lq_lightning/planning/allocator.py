@@ -31,15 +31,10 @@ _Pool = tuple[int, bool]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of a segment.
+    """A part of a segment: ``nbytes`` count as allocated; ``before`` and ``after`` are its
+    neighbours.
 
-    Attributes:
-        address: Where it starts.
-        nbytes: Its size, which is what counts as allocated.
-        pool: Stream, and whether it is of small blocks.
-        free: Whether it is in no use.
-        before: Block on its left in the same segment.
-        after: Block on its right.
+    ``pool`` is its stream, and whether it is of small blocks.
     """
 
     address: int

@@ -40,13 +40,9 @@ _PAIRS = 12
 class Alternative:
     """A run with other options.
 
-    Attributes:
-        changes: What to change, as users write it; none for the run as it is.
-        options: All of its options.
-        outcome: Its memory and time.
-        price: What its codes cost in loss.
-        added: The part of the price that the changes bring.
-        verified: Whether the whole model was simulated; else a few layers, continued in a line.
+    ``changes`` are those that a user would write; none for the run as it is. ``added`` is the part
+    of the price that they bring. ``verified`` says whether the whole model was simulated; else a
+    few layers, continued in a line.
     """
 
     changes: tuple[str, ...]
@@ -65,14 +61,11 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternatives:
-    """What was found.
+    """What was found: ``base`` is the run as it is.
 
-    Attributes:
-        base: The run as it is.
-        fitting: What fits; the fastest first, or the cheapest where the run itself does not fit.
-        too_large: What does not fit, the smallest first.
-        refused: Why changes cannot be made.
-        left_out: What there was no time for.
+    What fits has the fastest first, or the cheapest where the run itself does not fit; what is too
+    large has the smallest first. ``refused`` says why changes cannot be made, ``left_out`` names
+    those that there was no time for.
     """
 
     base: Alternative
@@ -84,17 +77,10 @@ class Alternatives:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What alternatives are looked for.
+    """What alternatives are looked for, and where.
 
-    Attributes:
-        machine: Where the run takes place.
-        memory_nbytes: Memory of a device.
-        model: What the model lets one choose.
-        base: Outcome of the run as it is, if it is known.
-        base_s: Seconds that it took to simulate that.
-        shown: So many are shown.
-        time_limit_s: Time for all simulations.
-        clock: Tells seconds.
+    ``base`` is the outcome of the run as it is, if it is known, and ``base_s`` the seconds that it
+    took to simulate that. So many as ``shown`` are shown; ``time_limit_s`` is for all simulations.
     """
 
     machine: Machine

@@ -39,10 +39,9 @@ _NOT_SHARED = (
 class Model:
     """What a model lets one choose.
 
-    Attributes:
-        layers: Equal layers in its list; 0 if it has no list, or layers differ.
-        can_checkpoint: Whether it has ``gradient_checkpointing_enable()``.
-        can_cut_layers: Whether it has a plan for tensor parallelism.
+    ``layers`` are the equal ones in its list: 0 if it has no list, or layers differ. It can
+    checkpoint by ``gradient_checkpointing_enable()``, and cut layers by a plan for tensor
+    parallelism.
     """
 
     layers: int = 0

@@ -21,10 +21,8 @@ _GIB, _TERA, _GIGA = 2**30, 1e12, 1e9
 class Link:
     """A connection, in one direction; both directions carry this at once.
 
-    Attributes:
-        bytes_per_s: Payload of large messages.
-        latency_s: Seconds of a message without bytes.
-        error: Relative standard error of both.
+    Bytes are the payload of large messages, the latency that of a message without bytes; ``error``
+    is the relative standard error of both.
     """
 
     bytes_per_s: float
@@ -66,14 +64,8 @@ class Gpu:
 class Machine:
     """Nodes of equal GPUs.
 
-    Attributes:
-        gpu: Each of the GPUs.
-        gpus_per_node: GPUs in a node.
-        nodes: Nodes.
-        within_node: Link of each GPU to the others in its node.
-        between_nodes: Link of each node, shared by its GPUs, to the other nodes.
-        nvlink: Whether the GPUs of a node are linked by NVLink, which turns codes inside off.
-        source: Where the numbers come from, in a sentence.
+    Each GPU has a link to the others in its node; the GPUs of a node share one to other nodes.
+    ``nvlink`` turns codes within nodes off. ``source`` says where the numbers come from.
     """
 
     gpu: Gpu

@@ -155,14 +155,9 @@ def _outside_allocator(trace: Trace, machine: Machine) -> tuple[int, int]:
 class _Replay:
     """Runs a trace through an allocator and keeps bytes by kind at the peak and in the last step.
 
-    Attributes:
-        allocator: At its end.
-        kinds: Kinds of all storages.
-        at_peak: Bytes by kind at the peak.
-        peak_index: Event of the peak.
-        peak_storage: What was allocated then; None for a workspace of cuBLAS.
-        largest: Of equally long stretches of events of the last step, the index and bytes by kind
-            where most is allocated.
+    ``peak_storage`` was allocated at the peak, None for a workspace of cuBLAS. ``largest`` has, of
+    equally long stretches of events of the last step, the index and bytes by kind where most is
+    allocated.
     """
 
     def __init__(self, trace: Trace, kinds: Classification) -> None:

@@ -18,12 +18,10 @@ Span = tuple[str, str, float, float]
 class PipelineClock:
     """Ranks of a pipeline, each working off its order as messages arrive.
 
-    Attributes:
-        actions: Seconds of each action of each rank by part, and outside of them for None.
-        program: The orders.
-        sends: Seconds and level of the message that an action sends.
-        gaps: Of the last step, by rank: waiting for computations of others, and for messages.
-        spans: Actions and messages of the last step.
+    ``actions`` are the seconds of each action of each rank by part, and outside of them for None;
+    ``sends`` those of the message that an action sends, with its level. ``gaps`` and ``spans`` are
+    of the last step: by rank, waiting for computations of others and for messages; actions and
+    messages.
     """
 
     actions: Sequence[Mapping[Action | None, Counter[str]]]

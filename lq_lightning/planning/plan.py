@@ -53,13 +53,7 @@ _SEARCH_S = 120.0  # of this process, for what else would work
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How the ranks of a run share it.
-
-    Attributes:
-        data_parallel: Ranks with data of their own.
-        tensor_parallel: Ranks that share each layer.
-        pipeline: Ranks along the pipeline.
-    """
+    """How many ranks have data of their own, share each layer, and follow along the pipeline."""
 
     data_parallel: int
     tensor_parallel: int
@@ -68,13 +62,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Memory of a simulated rank, which stands for all of its stage.
-
-    Attributes:
-        rank: Number of the rank.
-        stage: Place in its pipeline, 0 without one.
-        peak: Where it needs the most.
-    """
+    """Peak of a simulated rank, which stands for all of its pipeline stage."""
 
     rank: int
     stage: int
@@ -83,13 +71,10 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossPrice:
-    """What codes cost in loss, against full precision.
+    """What codes cost in loss, against full precision, in percent with the standard error.
 
-    Attributes:
-        percent: Measured change of the validation loss; None where nothing was measured.
-        error_percent: Its standard error; None where it is not known.
-        text: Both, and what was not measured.
-        source: Runs that measured it.
+    ``percent`` is None where nothing was measured, ``error_percent`` where it is not known.
+    ``text`` says both, and what was not measured; ``source`` names the runs.
     """
 
     percent: float | None
@@ -100,15 +85,10 @@ class LossPrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The run with other options.
+    """The run with other options: memory of the fullest rank, time of a step, tokens of all ranks.
 
-    Attributes:
-        changes: What to change, as users write it; empty for the run as it is.
-        device_nbytes: Memory of the fullest rank.
-        seconds: Time of a step.
-        tokens_per_s: Tokens of all ranks per second.
-        price: What its codes cost in loss.
-        is_verified: Whether all layers were simulated, and not a few.
+    ``changes`` are those that a user would write; none for the run as it is. ``is_verified`` says
+    whether all layers were simulated, and not a few.
     """
 
     changes: tuple[str, ...]
@@ -389,17 +369,10 @@ def _with_layout(machine: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """A run as some of its ranks do it.
+    """A run as some of its ranks do it, of which each stands at a place in the pipeline.
 
-    Attributes:
-        ranks: Their numbers.
-        places: Their places in the pipeline.
-        traces: What they do.
-        layout: How all ranks share the run.
-        pipeline: The pipeline as one of them sees it; None without one.
-        options: What was chosen.
-        model: What the model lets one choose.
-        took_s: Seconds that the simulation took.
+    ``pipeline`` is as one of them sees it, None without one; ``model`` is what the model lets one
+    choose. It took ``took_s`` seconds to simulate.
     """
 
     ranks: tuple[int, ...]
@@ -502,13 +475,9 @@ class _Observer(Callback):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulations:
-    """Simulates a run with its own options or others.
+    """Simulates a run on a machine, with its own options or others.
 
-    Attributes:
-        run: The user's run.
-        batch: Batch of a rank.
-        origin: Where its shapes are from.
-        machine: Where it runs.
+    ``batch`` is that of a rank; ``origin`` says where its shapes are from.
     """
 
     run: Program

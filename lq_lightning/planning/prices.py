@@ -56,12 +56,9 @@ class Cost:
 class Price:
     """What the codes of a run cost in loss.
 
-    Attributes:
-        percent: Change of the validation loss of all that was measured; 0 where nothing is rounded,
-            None where nothing of what is rounded was measured.
-        error_percent: Its standard error; None where one of the parts has none.
-        unmeasured: What the run also rounds, at a price that is not known.
-        costs: The parts.
+    ``percent`` is the change of the validation loss by all that was measured: 0 where nothing is
+    rounded, None where nothing of what is rounded was measured. The standard error is None where
+    one of the parts has none. ``unmeasured`` is rounded at a price that is not known.
     """
 
     percent: float | None

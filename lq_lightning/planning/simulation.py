@@ -105,12 +105,7 @@ TRAINING_ALONE: dict[str, Any] = {
 class SimulatedRank:
     """Which rank to simulate, of how many.
 
-    Attributes:
-        rank: Number of the rank.
-        world_size: Ranks of the run.
-        gpus_per_node: Ranks of a node.
-        nvlink: Whether NVLink joins the GPUs of a node.
-        without_float8: Why the GPU cannot multiply FP8 matrices; None if it can.
+    ``without_float8`` says why the GPU cannot multiply FP8 matrices; None if it can.
     """
 
     rank: int = 0

@@ -71,12 +71,8 @@ class Exchange(NamedTuple):
 class LinkTime:
     """How fast one rank received from another one while it sent as much, the slower of both.
 
-    Attributes:
-        exchange: What other ranks did at the same time.
-        source: Rank that sent.
-        target: Rank that received.
-        bytes_per_s: Of large messages.
-        latency_s: Of small ones.
+    The rate is of large messages, the latency of small ones; ``exchange`` is what other ranks did
+    at the same time.
     """
 
     exchange: Exchange

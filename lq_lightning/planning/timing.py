@@ -92,10 +92,8 @@ def step_time(
 ) -> StepTime:
     """Return the time of a step.
 
-    Args:
-        traces: Of one rank of each place in the pipeline, in order; of one without a pipeline.
-        machine: Where it would run.
-        schedule: Orders of the pipeline's ranks.
+    Traces are of one rank of each place in the pipeline, in the order of the schedule's ranks; of
+    one without a pipeline.
 
     Raises:
         ValueError: Not one trace for each rank of the schedule, or a trace without steps.
