@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from lq_lightning._compat.tensors import row_pieces, shard_slices
-from lq_lightning.foundation.checks import is_whole
+from lq_lightning.foundation.checks import check_choice, is_whole
 from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.kernels.optimizer_step import StateFormat, row_length, state_format
 
@@ -60,12 +60,7 @@ class OptimizerQuantization:
     def __post_init__(self) -> None:
         """Check every field."""
         for name in ("first_moment", "second_moment"):
-            value = getattr(self, name)
-            if value not in get_args(StateCode):
-                raise ValueError(
-                    f"OptimizerQuantization({name}={value!r}) is not supported; allowed: "
-                    f"{', '.join(map(repr, get_args(StateCode)))}. Choose one of them."
-                )
+            check_choice("OptimizerQuantization", name, getattr(self, name), get_args(StateCode))
         for name in ("min_numel", "seed"):
             value = getattr(self, name)
             if not is_whole(value):
@@ -110,9 +105,7 @@ def check_stamp(saved: str, config: OptimizerQuantization) -> None:
 def refuse_codes(state: Mapping[str, Any], optimizer: str) -> None:
     """Make sure that a saved state has no codes, which other optimizers would load unnoticed.
 
-    Args:
-        state: State dict of an optimizer.
-        optimizer: Class of the optimizer that is to load it, for the message.
+    ``optimizer`` is the class of the one that is to load it, for the message.
 
     Raises:
         ValueError: It has codes.

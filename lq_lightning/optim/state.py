@@ -217,14 +217,8 @@ def read_entry(
 ) -> dict[str, Any]:
     """Turn an entry of a checkpoint, or of torch's optimizer, into one of a quantized optimizer.
 
-    Args:
-        param: Parameter of the entry; states are placed like it.
-        entry: Entry that was saved, or made by torch.
-        formats: Formats of the states, by name.
-        quantized: Whether the states of the parameter are codes.
-        has_step: Whether torch's optimizer counts steps.
-        step_device: Device of the step counter.
-        optimizer: Class of the optimizer, for messages.
+    States are placed like the parameter; ``quantized`` says whether they are codes here.
+    ``has_step`` says whether torch's optimizer counts steps.
 
     Raises:
         ValueError: Something is missing, unknown, or has another shape or dtype.

@@ -46,14 +46,8 @@ def check_run(
     """Train a few steps of a planned run on this machine, with the same batch in each.
 
     Under ``torchrun`` all its ranks train, otherwise one process. Where these are other ranks than
-    planned, they are planned first.
-
-    Args:
-        run: The run; logs, checkpoints and validation are left out, as for the plan.
-        plan: Its plan, which was made with ``machine`` and ``batch``.
-        machine: Arguments of ``make_machine``.
-        batch: A batch of one rank, or its shapes.
-        steps: Optimizer steps. The first one is not timed.
+    planned, they are planned first, with the arguments ``machine`` of ``make_machine``. Logs,
+    checkpoints and validation are left out, as for the plan. The first step is not timed.
 
     Raises:
         ValueError: the run cannot be planned for the ranks of this machine.

@@ -489,10 +489,7 @@ class OneBatch:
 def find_batch(module: LightningModule, data: Any, keeps: bool = False) -> tuple[Any, str]:
     """Return the first batch of a rank, and where it is from; data are neither made nor loaded.
 
-    Args:
-        module: What is trained.
-        data: As ``fit`` takes it.
-        keeps: Whether training with the same data may follow, which then gets all of them.
+    With ``keeps``, training with the same data may follow, which then gets all of them.
 
     Raises:
         ValueError: there is none without files or downloads.

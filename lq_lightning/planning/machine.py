@@ -206,16 +206,10 @@ def make_machine(
     network: str | float | None = None,
     profile: str | Path | None = None,
 ) -> Machine:
-    """Describe nodes of GPUs.
+    """Describe nodes of GPUs; arguments are those of :func:`lq_lightning.plan`.
 
-    Args:
-        gpu: A name of :data:`GPUS`; by default the profile's, else ``"H100"``.
-        nodes: Number of nodes; by default the profile's, else 1.
-        gpus_per_node: GPUs in each; by default the profile's, else 8.
-        network: Rate of each node's link to the others in one direction, such as ``"25gbit"``;
-            needed with more than one node, unless the profile measured it.
-        profile: JSON file that ``lq-lightning doctor`` wrote on such a machine: its numbers
-            replace those of the table.
+    What is None is the profile's, else one node of eight ``"H100"``. A profile's numbers replace
+    those of the table. Several nodes need ``network``, unless the profile measured it.
 
     Raises:
         ValueError: An argument is none of these, or contradicts the profile.
@@ -239,6 +233,10 @@ def make_machine(
             f"Known are {', '.join(GPUS)}; for any other, run `lq-lightning doctor --profile FILE` "
             "on it and give that file as `profile`."
         )
+    if known and table:  # which has what the doctor could not measure
+        products = {**table.products, **known.products}
+        origins = {**table.origins, **known.origins}
+        numbers = replace(known, products=products, origins=origins)
     nodes = _count("nodes", read.nodes if nodes is None else nodes)
     gpus_per_node = _count(
         "gpus_per_node", read.gpus_per_node if gpus_per_node is None else gpus_per_node
@@ -253,7 +251,7 @@ def make_machine(
             "'25gbit', or a profile that `lq-lightning doctor` wrote on two of them."
         )
     return Machine(
-        gpu=_merged(known, table) if known and table else numbers,
+        gpu=numbers,
         gpus_per_node=gpus_per_node,
         nodes=nodes,
         within_node=within,
@@ -320,12 +318,6 @@ def _within(name: str, gpus_per_node: int) -> tuple[Link, bool]:
     error = 0.05 if find_gpu(name) in _HOPPER else 0.1
     reached = sheet.peers * (_NVLINK - _NVLINK_FEW / max(2, gpus_per_node))
     return Link(bytes_per_s=reached * _GIGA, latency_s=20e-6, error=error), True
-
-
-def _merged(known: Gpu, table: Gpu) -> Gpu:
-    """Fill what the doctor could not measure from the table."""
-    products = {**table.products, **known.products}
-    return replace(known, products=products, origins={**table.origins, **known.origins})
 
 
 def _source(

@@ -170,7 +170,7 @@ class _Replay:
         self._now: Counter[str] = Counter()
         self._workspaces: set[tuple[bool, int]] = set()
         sizes: dict[Storage, int] = {}
-        start = len(trace.events) - len(trace.last_step())
+        start = len(trace.events) - len(trace.last_steps())
         length = max(1, (len(trace.events) - start) // _TIMELINE_POINTS)
         most = -1
         for index, event in enumerate(_on_device(trace.events)):

@@ -86,23 +86,16 @@ class LinkTime:
 class Report:
     """What one rank found.
 
-    Attributes:
-        rank: Its number.
-        host: Name of its host.
-        node_size: Ranks of its node.
-        versions: Of programs, and values of NCCL's environment variables, by name.
-        limits: ``"open files"``, and bytes of ``"locked memory"``, ``"shared memory"`` and
-            ``"free disk"``.
-        interfaces: Network interfaces that are up, with Gb/s (0 where the system does not say).
-        rdma_gbit: Gb/s of the fastest active InfiniBand or RoCE port; 0 without one.
-        operator: Seconds in which the host issues an operator.
-        gpu: Name, uuid and state of the GPU; None without one.
-        rates: Bytes per second of a ``"copy"``, and operations per second of products by dtype.
-        failures: What could not be measured, and why.
-        offset_s: How far the host's clock is ahead of rank 0's.
-        offset_error_s: How much it may be otherwise.
-        links: What this rank received.
-        carrier: Interface that carried what this node sent to others; empty if none did.
+    ``versions`` are of programs, with values of NCCL's environment variables. ``limits`` has
+    ``"open files"``, and bytes of ``"locked memory"``, ``"shared memory"`` and ``"free disk"``;
+    ``interfaces`` the Gb/s of network interfaces that are up (0 where the system does not say).
+    ``rdma_gbit`` is that of the fastest active InfiniBand or RoCE port, 0 without one. The host
+    issues an operator in ``operator`` seconds. ``gpu`` has name, uuid and state; ``rates`` the
+    bytes per second of a ``"copy"``, and operations per second of products by dtype. ``failures``
+    say what could not be measured.
+
+    The host's clock is ``offset_s`` ahead of rank 0's. ``links`` are what this rank received; what
+    this node sent to others was carried by the interface ``carrier``, empty if none did.
     """
 
     rank: int
@@ -329,13 +322,8 @@ def measure_links(
 ) -> None:
     """Add the links over which this rank receives, and the interface; all ranks call this.
 
-    Args:
-        report: Of this rank.
-        topology: Of all ranks.
-        device: Whose memory is sent.
-        control: Group of all ranks for tensors on the CPU.
-        clock: In seconds.
-        system: Where Linux shows interfaces.
+    Memory of ``device`` is sent; ``control`` is a group of all ranks for tensors on the CPU. Linux
+    shows interfaces in ``system``.
     """
     vote = torch.ones(1, device=device)
     dist.all_reduce(vote)  # connects all ranks, which NCCL needs before messages between two

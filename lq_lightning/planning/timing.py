@@ -65,17 +65,12 @@ EVENT_CALLS, COLLECTIVE_CALLS, BATCH_CALLS = 9.5, 7.5, 150.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Time of one optimizer step.
+    """Time of one optimizer step, with its 90% interval.
 
-    Attributes:
-        seconds: Expected time.
-        low_s: Lower end of the 90% interval.
-        high_s: Upper end.
-        parts: What the computing stream does meanwhile; adds up to ``seconds``. In a pipeline, of
-            the rank that waits least.
-        sent_within_nbytes: Bytes that the GPUs of a node send each other.
-        sent_between_nbytes: Bytes that a node sends to others.
-        timeline: Row, label, start and end in seconds of everything for a picture.
+    ``parts`` are what the computing stream does meanwhile; they add up to ``seconds``. In a
+    pipeline they are of the rank that waits least. GPUs of a node send each other
+    ``sent_within_nbytes``, a node sends others ``sent_between_nbytes``. ``timeline`` has row,
+    label, start and end in seconds of everything for a picture.
     """
 
     seconds: float
@@ -220,14 +215,9 @@ class _Prepared:
     """
 
     def __init__(self, trace: Trace, machine: Machine, places: int) -> None:
-        starts = [
-            index
-            for index, event in enumerate(trace.events)
-            if isinstance(event, Mark) and event.name == "batch" and event.step >= trace.steps - 2
-        ]
-        if not starts:
+        events = trace.last_steps(2)
+        if not events:
             raise ValueError(f"the trace of rank {trace.rank} has no step: simulate two or more")
-        events = trace.events[starts[0] :]
         merged = fused(events) if trace.compiled else {}
         found = [merged.get(index, event) for index, event in enumerate(events)]
         self.events: list[Event] = [
@@ -275,16 +265,11 @@ class _Prepared:
 
 @dataclass(slots=True)
 class _Replay:
-    """The events of a rank on a clock.
+    """The events of a rank on a clock, with factors on their costs.
 
-    Attributes:
-        prepared: Its events.
-        slower: Factors on their costs.
-        seconds: Time between the last two optimizer steps.
-        parts: What the computing stream did in it, by part.
-        actions: The same within each action of a pipeline, and outside of them for None.
-        sends: Seconds and level of the messages of actions.
-        spans: Everything in it, for a picture.
+    ``seconds`` lie between the last two optimizer steps. ``actions`` has what the computing stream
+    did in them by part, within each action of a pipeline and outside of them for None; ``sends``
+    the seconds and level of the messages of actions; ``spans`` everything, for a picture.
     """
 
     prepared: _Prepared

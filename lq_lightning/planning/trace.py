@@ -183,14 +183,13 @@ class Trace:
     host_nbytes: int = 0
     told: list[object] = field(default_factory=list)
 
-    def last_step(self) -> list[Event]:
-        """Events of the last optimizer step: from its first batch to the end."""
-        marks = [
-            index
-            for index, event in enumerate(self.events)
-            if isinstance(event, Mark) and event.name == "batch" and event.step == self.steps - 1
-        ]
-        return self.events[marks[0] :] if marks else []
+    def last_steps(self, count: int = 1) -> list[Event]:
+        """Events of the last optimizer steps: from their first batch to the end."""
+        first = self.steps - count
+        for index, event in enumerate(self.events):
+            if isinstance(event, Mark) and event.name == "batch" and event.step >= first:
+                return self.events[index:]
+        return []
 
     @property
     def storages(self) -> list[Storage]:

@@ -237,7 +237,7 @@ def test_unsupported_optimizers_are_refused() -> None:
     with pytest.raises(TypeError, match=r"step` was replaced on this object"):
         quantize_optimizer(wrapped)
     assert type(wrapped) is torch.optim.AdamW
-    with pytest.raises(ValueError, match=r"first_moment='int4'\) is not supported; allowed"):
+    with pytest.raises(ValueError, match=r"first_moment='int4'\)` is not supported: choose"):
         OptimizerQuantization(first_moment="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"min_numel='4096'\) is not an integer"):
         OptimizerQuantization(min_numel="4096")  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def _real(rank: int, world: int, *unused: Any) -> tuple[float, dict[str, int]]:
 
 def _sent(trace: Trace) -> float:
     total = 0.0
-    for event in trace.last_step():
+    for event in trace.last_steps():
         if isinstance(event, Collective) and "data_parallel" in event.source:
             peers = event.ranks - 1
             total += event.nbytes * (peers if event.kind == "all_gather" else peers / event.ranks)
@@ -145,7 +145,7 @@ def test_a_simulated_rank_sends_and_holds_what_a_real_one_does() -> None:
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (12, 16)])
 def test_muon_gathers_each_matrix_once(rank: int, ranks: int) -> None:
     trace = _simulated(rank, ranks, 8, module=_MuonModel)
-    events = [e for e in trace.last_step() if getattr(e, "phase", "") == "optimizer"]
+    events = [e for e in trace.last_steps() if getattr(e, "phase", "") == "optimizer"]
     exchanges = [e for e in events if getattr(e, "kind", "") == "all_to_all"]
     assert [e.ranks for e in exchanges] == [ranks] * 2
     matrices = 8 * 2 * WIDTH * WIDTH  # elements
@@ -165,7 +165,7 @@ def test_muon_gathers_each_matrix_once(rank: int, ranks: int) -> None:
 
 def test_a_thousand_ranks_are_one() -> None:
     trace = _simulated(700, 1024, 8, **(_codes() | {"strategy": lq.QuantizedFSDPStrategy()}))
-    kinds = {(e.ranks, e.nodes) for e in trace.last_step() if isinstance(e, Collective)}
+    kinds = {(e.ranks, e.nodes) for e in trace.last_steps() if isinstance(e, Collective)}
     assert {(8, 1), (128, 128)} <= kinds  # within a node, between all of them
     assert trace.steps == STEPS
     assert trace.tokens == 4 * 32  # that the embedding sees, of 33 in each row
@@ -179,16 +179,16 @@ def test_each_pipeline_rank_runs_its_actions_in_their_order() -> None:
     traces.append(_simulated(1, 2, 2, strategy=strategy(), first=traces[0]))
     program = training_program("1f1b", 2, 4, 1)
     for rank, trace in enumerate(traces):
-        ran = [e.action for e in trace.last_step() if isinstance(e, Operator) and e.action]
+        ran = [e.action for e in trace.last_steps() if isinstance(e, Operator) and e.action]
         expected = [(a.kind, a.stage, a.microbatch) for a in program.orders[rank]]
         assert list(dict.fromkeys(ran)) == expected
-        assert any(isinstance(e, Collective) and e.kind == "send" for e in trace.last_step())
+        assert any(isinstance(e, Collective) and e.kind == "send" for e in trace.last_steps())
 
 
 def test_matrix_products_of_a_step_are_counted() -> None:
     trace = _simulated(strategy="auto")
     tokens, weights = 4 * 32, 4 * 2 * 2 * WIDTH * WIDTH + VOCABULARY * WIDTH
-    flops = sum(e.flops for e in trace.last_step() if isinstance(e, Operator))
+    flops = sum(e.flops for e in trace.last_steps() if isinstance(e, Operator))
     assert flops == 6 * tokens * weights
     names = [event.name for event in trace.events if isinstance(event, Mark)]
     assert names[1:] == ["batch", "backward", "optimizer", "stepped"] * STEPS + ["end"]
