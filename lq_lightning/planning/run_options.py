@@ -93,12 +93,12 @@ class RunOptions:
         own["pipeline_size"] = own.get("pipeline_size") if pipeline else 1
         kept = next((c for c in _callbacks(trainer) if isinstance(c, ActivationQuantization)), None)
         codes: dict[str, Any] = {} if kept is None else kept.given
+        own |= {name: codes.get(name) for name in _OF_ACTIVATIONS}
         states = plugin.given if isinstance(plugin, QuantizedPrecision) else {}
         passes = getattr(strategy, "backwards_per_batch", 1) if not pipeline else 2
         return cls(
             strategy=str(name),
             **own,
-            **{name: codes.get(name) for name in _OF_ACTIVATIONS},
             checkpointing=module is not None and _is_checkpointed(module),
             precision=str(plugin.precision),
             optimizer_state=states.get("optimizer_state", "none"),
