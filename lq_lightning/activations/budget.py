@@ -337,7 +337,7 @@ def allocate(
     fitting = [c for c in found if _peak(calibration, c, at_loss_nbytes) <= nbytes]
     if not fitting:
         return None
-    codecs, recomputed = min(fitting, key=lambda c: cost_of(calibration, *c, time_weight))
+    codecs, recomputed = min(fitting, key=lambda c: cost_of(calibration, c[0], c[1], time_weight))
     kept, transient = calibration.saved_nbytes(codecs, recomputed)
     by_name = {site.name: site for site in calibration.sites}
     time = sum(max(0.0, by_name[s].measurement(c).time_s) for s, c in codecs.items())

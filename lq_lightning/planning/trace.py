@@ -190,8 +190,3 @@ class Trace:
             if isinstance(event, Mark) and event.name == "batch" and event.step >= first:
                 return self.events[index:]
         return []
-
-    @property
-    def storages(self) -> list[Storage]:
-        """All allocations, in order."""
-        return [event.storage for event in self.events if isinstance(event, Allocate)]

@@ -20,7 +20,7 @@ from lq_lightning.foundation import streams
 from lq_lightning.pipeline.schedules import training_program
 from lq_lightning.planning.recorder import SimulationError
 from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
-from lq_lightning.planning.trace import Collective, Mark, Operator, Trace
+from lq_lightning.planning.trace import Allocate, Collective, Mark, Operator, Storage, Trace
 
 WIDTH, VOCABULARY, STEPS = 128, 256, 3
 
@@ -133,12 +133,16 @@ def _sent(trace: Trace) -> float:
     return total
 
 
+def _storages(trace: Trace) -> list[Storage]:
+    return [event.storage for event in trace.events if isinstance(event, Allocate)]
+
+
 def test_a_simulated_rank_sends_and_holds_what_a_real_one_does() -> None:
     sent, held = run_trainer(_real, 2)[1]
     trace = _simulated(1, 2, **_codes())
     assert _sent(trace) == pytest.approx(sent, rel=1e-6)
     for owner, nbytes in held.items():
-        alive = [s for s in trace.storages if s.owner == owner and s.died is None]
+        alive = [s for s in _storages(trace) if s.owner == owner and s.died is None]
         assert sum(s.nbytes for s in alive) == pytest.approx(nbytes, rel=1e-6), owner
 
 
@@ -158,7 +162,7 @@ def test_muon_gathers_each_matrix_once(rank: int, ranks: int) -> None:
     short, long = WIDTH, 2 * WIDTH
     of_one = 5 * 2 * short * short * (2 * long + short)
     assert products == (of_one * (8 // min(ranks, 8)) if owned else 0)
-    held = [s for s in trace.storages if s.owner == "optimizer state" and s.died is None]
+    held = [s for s in _storages(trace) if s.owner == "optimizer state" and s.died is None]
     codes = [s.shape for s in held if s.dtype == torch.uint8]
     assert codes.count((WIDTH // ranks, 2 * WIDTH)) == (4 if rank == 0 else 0)  # others are small
 
