@@ -11,12 +11,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
 from lq_lightning._compat.tensors import local_tensor
-from lq_lightning.checkpoint.checkpointer import AVERAGE
+from lq_lightning.checkpoint.checkpointer import AVERAGE, show_shards
 from lq_lightning.foundation.checks import is_number, is_whole
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.strategy_part import StrategyPart
@@ -40,7 +41,8 @@ class ShardAverages(StrategyPart):
         self._module: nn.Module = nn.Module()
         self.averages: dict[str, Tensor] = {}
         self.update_if_due: Callable[[], None] = lambda: None
-        self._trained: dict[str, Tensor] | None = None  # kept while averages are in their place
+        # this rank's shards and their weights of training, while averages are in their place
+        self._trained: list[tuple[Tensor, Tensor]] | None = None
         self._replicas: dict[str, Any] = {}
 
     def attach(self, strategy: Any, module: nn.Module, afresh: bool) -> None:
@@ -52,6 +54,7 @@ class ShardAverages(StrategyPart):
             strategy.parts.append(self)
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        show_shards(self._module)  # not what a forward outside of the steps has left gathered
         return ((clean_name(name), p) for name, p in self._module.named_parameters())
 
     @torch.no_grad()
@@ -74,24 +77,24 @@ class ShardAverages(StrategyPart):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def apply(self) -> None:
-        """Put the averages in the place of the weights; all ranks call it."""
+    def apply(self) -> bool:
+        """Put the averages in the place of the weights, unless they are; all ranks call it."""
         if not self.averages or self._trained is not None:
-            return
+            return False
         if hasattr(self._strategy, "bring_nodes_together"):
             self._strategy.bring_nodes_together()  # of their own weights, not of the averages
         communication = self._strategy.communication
         if communication is not None:
             communication.join()  # exchanges still read the weights
             self._replicas = communication.replica_state_dict()
-        trained: dict[str, Tensor] = {}
+        self._trained = []
         for name, parameter in self._named():
             if name in self.averages:
                 own = local_tensor(parameter)
-                trained[name] = own.clone()
+                self._trained.append((own, own.clone()))
                 own.copy_(local_tensor(self.averages[name]))
-        self._trained = trained
         self._continue_with({})
+        return True
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -99,9 +102,9 @@ class ShardAverages(StrategyPart):
         """Put the weights back, and the replicas, which takes all ranks."""
         if self._trained is None:
             return
-        for name, parameter in self._named():
-            if name in self._trained:
-                local_tensor(parameter).copy_(self._trained[name])
+        show_shards(self._module)
+        for own, value in self._trained:  # not by name: an error leaves parameters gathered
+            own.copy_(value)
         self._continue_with(self._replicas if with_replicas else {})
         self._trained, self._replicas = None, {}
 
@@ -133,7 +136,8 @@ class ShardAverages(StrategyPart):
         if self._trained is not None:
             raise RuntimeError(
                 "this checkpoint would have averaged weights beside the state of optimizers, and "
-                "no run could continue from it. Save it after the evaluation, or only the weights: "
+                "no run could continue from it. Save it after the evaluation (list a callback that "
+                "saves in `on_validation_end` after `EMA`), or only the weights: "
                 "`trainer.save_checkpoint(path, weights_only=True)`."
             )
         return {}, {AVERAGE: dict(self.averages)} if self.averages else {}
@@ -145,9 +149,11 @@ class EMA(Callback):
     Each rank averages its shards of the trained parameters in fp32: 4 bytes per parameter, divided
     by the ranks that share it. Validation, test and prediction use the averages and need room for a
     second copy of the shards; training goes on with its own weights and replicas, bit for bit.
-    Buffers, such as running statistics, stay those of training. Checkpoints hold both;
-    ``python -m lq_lightning.checkpoint.consolidate --averaged`` makes the averages the weights of a
-    file. Where nodes train alone (``local_steps``), averages move when nodes are brought together.
+    Buffers, such as running statistics, stay those of training. Evaluations after ``fit`` use the
+    averages whatever else a program has written to the weights: load others by ``ckpt_path``.
+    Checkpoints hold both; ``python -m lq_lightning.checkpoint.consolidate --averaged`` makes the
+    averages the weights of a file. Where nodes train alone (``local_steps``), averages move when
+    nodes are brought together.
 
     There is no 8-bit form. At ``decay=0.9999`` an update is far below 1/256 of a code's step, which
     is the finest that stochastic rounding tells apart here: in 20,000 simulated steps int8 averages
@@ -189,11 +195,12 @@ class EMA(Callback):
 
         All ranks together, and not in a training step. Nothing happens before the first update.
         """
-        self._averages.apply()
+        applied = self._averages.apply()
         try:
             yield
         finally:
-            self._averages.restore()
+            if applied:  # else an evaluation goes on with them
+                self._averages.restore()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -204,6 +211,13 @@ class EMA(Callback):
                 "`EMA` averages shards of `quantized_fsdp` and `quantized_pipeline`, but the "
                 f"strategy is `{type(strategy).__name__}`: use one of them, or Lightning's "
                 "`EMAWeightAveraging`, which copies the module."
+            )
+        saves: Any = trainer.checkpoint_callbacks if stage == "fit" else ()
+        if any(getattr(callback, "save_weights_only", False) for callback in saves):
+            rank_zero_warn(
+                "`save_weights_only=True` saves the weights of training, not the averages that "
+                "`EMA` evaluates: leave it out, and make a file of the averages by `python -m "
+                "lq_lightning.checkpoint.consolidate --averaged`."
             )
         starts = stage == "fit" and trainer.global_step == 0
         if starts:
@@ -246,7 +260,8 @@ class EMA(Callback):
         self._averages.restore()
 
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _begin
-    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _end
+    # after the module's own hook at the end of an epoch, which may run the model once more
+    on_validation_end = on_test_end = on_predict_end = _end
 
     @override
     def on_exception(

@@ -124,6 +124,11 @@ def _with_averages(content: dict[str, Any], source: Path) -> dict[str, Any]:
             "`lq_lightning.callbacks.EMA`, before its first update, or with weights only."
         )
     state = content["state_dict"]
+    if missing := sorted(averages.keys() - {clean_name(key) for key in state}):
+        raise ValueError(
+            f"`{source}` has averages of {missing[:3]}, but no weights of these names: a hook of "
+            "the module has renamed or removed them."
+        )
     by_place = {  # of weights, as tied ones have one average
         state[key].data_ptr(): averages[clean_name(key)].to(state[key].dtype)
         for key in state

@@ -9,7 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    WeightAveraging,
+)
 from lq_testing.lightning_models import EXACT, PLAIN, SMALL, Losses, TinyModule, loader, run_trainer
 from lq_testing.lightning_models import trainer as make_trainer
 from torch import Tensor
@@ -20,7 +25,7 @@ from lq_lightning.callbacks import EMA
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 
 STRATEGIES: dict[str, Any] = {
-    "fsdp": lambda: QuantizedFSDPStrategy(**PLAIN),
+    "fsdp": lambda: QuantizedFSDPStrategy(reshard_after_forward=False, **PLAIN),
     "pipeline": lambda: QuantizedPipelineStrategy(
         num_microbatches=2, save_distributed_checkpoint=False, **EXACT
     ),
@@ -40,6 +45,27 @@ class Values(Callback):
         self.weights = _weights(module)
 
 
+class _Looks(TinyModule):
+    """Runs forwards after steps and evaluations, which leave units gathered."""
+
+    automatic_optimization = False
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.net(tokens)
+        self.manual_backward(loss)
+        optimizer.step()
+        with torch.no_grad():
+            self.net(tokens)
+        return {"loss": loss.detach()}
+
+    def on_validation_epoch_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with torch.no_grad(), strategy.root_forward():
+            self.net(next(iter(loader(4))))
+
+
 def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
     return {
         name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
@@ -53,6 +79,7 @@ def _fit(
     average: Callback | None,
     path: Any = None,
     model: dict[str, Any] | None = None,
+    make: type[TinyModule] = TinyModule,
     **options: Any,
 ) -> tuple[pl.Trainer, list[float], Values]:
     pl.seed_everything(3, verbose=False)
@@ -65,7 +92,7 @@ def _fit(
         "val_check_interval": 2,
     }
     run = make_trainer(strategy, root, **{**defaults, **options})
-    module = TinyModule(**(model or {}))
+    module = make(**(model or {}))
     run.fit(module, loader(16), loader(8), ckpt_path=path)
     return run, losses.values, values
 
@@ -73,7 +100,8 @@ def _fit(
 def _against_lightning(rank: int, world_size: int, root: str, kind: str) -> Any:
     """Losses of averaged weights, which a checkpoint brings to a new run."""
     decay, make = DECAYS[kind], STRATEGIES[kind]
-    run, _, values = _fit(root, make(), EMA(decay), model={"tied": True})
+    looks = _Looks if kind == "fsdp" else TinyModule
+    run, _, values = _fit(root, make(), EMA(decay), model={"tied": True}, make=looks)
     losses, path = list(values.values), f"{root}/{kind}.ckpt"
     run.save_checkpoint(path)
     again = make_trainer(make(), root, callbacks=[EMA(decay)], use_distributed_sampler=False)
@@ -170,6 +198,43 @@ def test_weights_come_back_after_an_error(tmp_path: Path) -> None:
     with average.applied():
         assert not torch.equal(trained["net.head.weight"], _weights(module)["net.head.weight"])
     assert all(torch.equal(trained[name], value) for name, value in _weights(module).items())
+
+
+class _Nests(Callback):
+    def __init__(self, average: EMA) -> None:
+        self.average = average
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        before = module.net.head.weight.clone()
+        with self.average.applied():
+            assert torch.equal(module.net.head.weight, before)
+        assert torch.equal(module.net.head.weight, before), "weights of training are evaluated"
+
+
+class _Renames(TinyModule):
+    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
+        super().validation_step(tokens, batch_idx)
+        self.evaluated = self.net.head.weight.clone()
+
+    def on_validation_epoch_end(self) -> None:
+        assert torch.equal(self.net.head.weight, self.evaluated)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {n.removeprefix("net."): value for n, value in state.items()}
+
+
+def test_what_is_evaluated_and_saved_is_said(tmp_path: Path) -> None:
+    average = EMA(0.5)
+    saves = ModelCheckpoint(tmp_path, save_weights_only=True)
+    options: dict[str, Any] = {"devices": 1, "enable_checkpointing": True}
+    callbacks = [average, _Nests(average), saves]
+    run = make_trainer(QuantizedFSDPStrategy(), str(tmp_path), callbacks=callbacks, **options)
+    with pytest.warns(UserWarning, match="`save_weights_only=True` saves the weights of training"):
+        run.fit(_Renames(), loader(8), loader(8))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="renamed or removed"):
+        consolidate_checkpoint(tmp_path / "a.ckpt", tmp_path / "b.ckpt", averaged=True)
 
 
 def test_refusals(tmp_path: Path) -> None:
