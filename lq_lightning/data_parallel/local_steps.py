@@ -174,7 +174,7 @@ class OuterOptimizer:
         weights = [local_tensor(p) for p in self._kept]
         largest = torch.nn.utils.get_total_norm([w for w in weights if w.numel()], float("inf"))
         trained = [p for p in self._names if p in self._trained]
-        *bad, most, least = self._check("trained", trained, not torch.isfinite(largest))
+        *bad, most, least = self._check("trained", trained, bool(~torch.isfinite(largest)))
         if most != -least:
             raise RuntimeError(
                 f"nodes have taken {-least} to {most} optimizer steps since they were brought "

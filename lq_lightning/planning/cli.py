@@ -92,6 +92,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     arguments, others = make_parser().parse_known_args(words)
     try:
+        if others and arguments.command != "plan":
+            raise ValueError(f"there is no option {others[0]}.")
         if arguments.command == "init":
             from lq_lightning.planning.train import write_config
 
@@ -101,8 +103,6 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.command == "doctor":
             from lq_lightning.planning import doctor
 
-            if others:
-                raise ValueError(f"lq-lightning doctor has no option {others[0]}.")
             return doctor.examine(arguments.profile, arguments.root_dir)
         return _plan(arguments, others)
     except Exception as error:

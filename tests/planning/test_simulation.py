@@ -175,6 +175,11 @@ def test_a_thousand_ranks_are_one() -> None:
     assert trace.tokens == 4 * 32  # that the embedding sees, of 33 in each row
 
 
+def test_nodes_that_train_alone_are_simulated() -> None:
+    strategy = lq.QuantizedFSDPStrategy(local_steps=2)
+    assert _simulated(0, 4, 2, strategy=strategy).steps == STEPS  # an outer step among them
+
+
 def test_each_pipeline_rank_runs_its_actions_in_their_order() -> None:
     strategy: Any = lambda: lq.QuantizedPipelineStrategy(num_microbatches=4)  # noqa: E731
     with pytest.raises(SimulationError, match="first"):

@@ -73,5 +73,7 @@ def test_a_yaml_trains_without_a_script(capsys: pytest.CaptureFixture[str]) -> N
     assert list(Path("runs/one-host").rglob("last.ckpt"))
     assert cli.main(["init", "one-host", "--output=one-host.yaml"]) == cli.WRONG_INPUT
     assert "exists: give another name" in capsys.readouterr().err
+    assert cli.main(["init", "one-host", "--modle=my.Model"]) == cli.WRONG_INPUT
+    assert "no option --modle" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["init", "nothing"])
