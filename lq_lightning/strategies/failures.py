@@ -49,6 +49,7 @@ _LISTEN = timedelta(seconds=1)
 # how long a rank whose error is another's waits before it ends, so that the other can print
 _LET_CAUSE_PRINT = timedelta(seconds=2)
 _CAUSE = "stopped because"
+_LINE = "_lq_line"  # of an error, in place of its traceback
 _runs = 0
 
 # words of gloo, TCPStore and NCCL for a peer that is gone
@@ -251,17 +252,25 @@ def _leave_traceback_to_cause(error: BaseException) -> None:
 
 
 def _print_one_line(error: BaseException, text: str) -> None:
-    """Let Python print a line in place of the traceback of an error that ends the process.
+    """Let Python print lines in place of the traceback of an error that ends the process.
 
     The rank with the cause prints its own. A launcher stops it when this one ends, hence the wait.
+    Hooks of others hear of the error all the same, and nothing here keeps it, with its tensors.
     """
     original = sys.excepthook
+    error.__dict__[_LINE] = text.splitlines()[0]
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if value is not error:
+        line = value.__dict__.pop(_LINE, None)
+        if line is None:
             original(kind, value, trace)
             return
-        sys.stderr.write(f"{text.splitlines()[0]}\n")
+        if line in str(value):
+            value.args = (line,)
+        else:  # its own text may be of another cause
+            sys.stderr.write(f"{line}\n")
+        value.__cause__, value.__suppress_context__ = None, True
+        original(kind, value.with_traceback(None), None)
         sys.stderr.flush()
         time.sleep(_LET_CAUSE_PRINT.total_seconds())
 

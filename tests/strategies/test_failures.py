@@ -272,10 +272,14 @@ def test_an_error_with_another_ranks_cause_is_one_line(
         monkeypatch.setattr(sys, "excepthook", shown)
         notes[:] = found
         failures.Failures(strategy).explain(error)
-        sys.excepthook(type(error), error, None)
+        error.__cause__ = OSError("of a socket")
+        sys.excepthook(type(error), error, mock.sentinel.trace)
         sys.excepthook(KeyError, KeyError("of no run"), None)
-    assert shown.call_count == 1 + 3  # the first one's traceback, and those of no run
-    assert capsys.readouterr().err.splitlines() == [
-        "rank 1 of 2 failed as another: rank 0 failed: KeyError: x",
-        "rank 1 stopped because of 0",
-    ]
+        kept = getattr(sys.excepthook, "__closure__", None) or ()
+        assert all(cell.cell_contents is not error for cell in kept), "with its tensors"
+    traces = [call.args[2] for call in shown.call_args_list[::2]]  # hooks of others see all
+    assert traces == [mock.sentinel.trace, None, None]  # its own where it is the first to fail
+    assert str(lost) == "rank 1 stopped because of 0"
+    assert [error.__cause__ is None for error in (own, same, lost)] == [False, True, True]
+    told = "rank 1 of 2 failed as another: rank 0 failed: KeyError: x"
+    assert capsys.readouterr().err.splitlines() == [told]  # before its own words
