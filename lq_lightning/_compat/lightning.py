@@ -151,14 +151,15 @@ def show_whole_totals(trainer: Trainer, total: int, trained: int, note: str) -> 
     from lightning_utilities.core.rank_zero import rank_zero_info
 
     def summarize(
-        own: Any, data: Any, here: int, unused: int, size: float, *args: Any, **kw: Any
+        callback: Any, data: Any, here: int, unused: int, size: float, *args: Any, **kw: Any
     ) -> None:
-        own(data, total, trained, size * total / max(here, 1), *args, **kw)
+        del callback.summarize  # of this run: another Trainer may have another model
+        callback.summarize(data, total, trained, size * total / max(here, 1), *args, **kw)
         rank_zero_info(note)
 
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
-            callback.summarize = partial(summarize, type(callback).summarize)  # type: ignore[method-assign]
+            callback.summarize = partial(summarize, callback)  # type: ignore[method-assign]
 
 
 def note_sigterm(trainer: Trainer) -> None:

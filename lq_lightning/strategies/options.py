@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
@@ -93,6 +94,8 @@ class FSDPOptions:
         start = _duration(owner, "start_timeout", self.start_timeout)
         if start is None and steps is not None:
             start = max(steps, DEFAULT_TIMEOUT)
+        if steps is None and start is not None:
+            steps = DEFAULT_TIMEOUT  # else groups would keep that of the start
         return start, steps
 
 
@@ -146,8 +149,11 @@ def given_options(
 
 
 def shown_options(cls: type, given: Mapping[str, object]) -> dict[str, str]:
-    """All options of a strategy as text, which a checkpoint may hold."""
-    return {name: _brief(value) for name, value in {**_defaults(cls)[0], **given}.items()}
+    """All options of this package's strategy as text, which a checkpoint may hold."""
+    options = {**_defaults(cls)[0], **given}
+    ours = next(c for c in cls.__mro__ if c.__module__.startswith("lq_lightning."))
+    known = _defaults(ours)[0]  # those of a user's class may be secrets
+    return {name: _brief(value) for name, value in options.items() if name in known}
 
 
 def warn_without_effect(
@@ -168,7 +174,7 @@ def _brief(value: object) -> str:
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     if not is_dataclass(value) or isinstance(value, type):
-        return repr(value)
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     found = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
     defaults = {field.name: field.default for field in fields(value)}
     shown = ", ".join(f"{n}={_brief(v)}" for n, v in found.items() if v != defaults[n])

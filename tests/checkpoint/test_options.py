@@ -18,6 +18,7 @@ from lq_testing.lightning_models import TinyModule, loader, run_trainer, trainer
 from lq_testing.models import LoRABlock
 
 from lq_lightning import GradientQuantization, QuantizedFSDPStrategy, QuantizedPipelineStrategy
+from lq_lightning.strategies.options import shown_options
 
 
 class _Note:
@@ -206,3 +207,12 @@ def test_a_resumed_run_says_which_options_changed(
         "QuantizedFSDPStrategy -> QuantizedPipelineStrategy, `gradients`: 'auto' -> "
         "GradientQuantization(method='ULq'), `reshard_after_forward`: True -> False, `seed`: 0 -> 1"
     ]
+
+
+def test_options_of_users_are_not_saved() -> None:
+    class Own(QuantizedFSDPStrategy):
+        def __init__(self, token: str, **options: Any) -> None:
+            super().__init__(**options)
+
+    shown = shown_options(Own, {"token": "secret", "seed": 1, "units": object()})
+    assert shown == {"seed": "1", "units": "<object object>"}

@@ -331,6 +331,7 @@ def _refuse(rank: int, world_size: int, root: str) -> list[str]:
         run.fit(Beside(layers=2), loader(8, batch_size=8))
     numel = sum(p.numel() for p in Beside(layers=2).parameters())
     assert Table.sums == ((numel, numel, pytest.approx(numel * 4e-6)) if rank == 0 else ())
+    assert rank or "summarize" not in vars(table[0]), "another Trainer would show these sums"
     for warning in (
         "`Beside.training_step` uses something made in front",
         r"Strategy\(tied_gradients='int4'\)` has no effect: no weights of .* are on several ranks",

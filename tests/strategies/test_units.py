@@ -30,7 +30,7 @@ from lq_lightning.pipeline.partition import keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 from lq_lightning.strategies import StrategyPart
 from lq_lightning.strategies.checks import check_shardable
-from lq_lightning.strategies.options import UnitSelector
+from lq_lightning.strategies.options import FSDPOptions, UnitSelector
 from lq_lightning.strategies.sharding import choose_units, find_units
 
 
@@ -229,6 +229,8 @@ def test_timeout_in_seconds() -> None:
     assert QuantizedFSDPStrategy(timeout=1)._timeout == half
     assert QuantizedFSDPStrategy(timeout=7200)._timeout == 4 * half
     assert QuantizedFSDPStrategy(timeout=None)._timeout is None
+    started = FSDPOptions(start_timeout=60, timeout=None).timeouts("x")
+    assert started == (timedelta(minutes=1), half), "steps would have that of the start"
     QuantizedFSDPStrategy(process_group_backend="cpu:gloo,cuda:nccl")
 
 
