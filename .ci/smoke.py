@@ -1,5 +1,7 @@
 """Train with the installed package on two CPU ranks, as `.ci/task wheel` does on each Python.
 
+`.ci/task package` trains its model by `lq-lightning train` instead.
+
 Run it outside of the checkout, so that what is imported is what was installed.
 """
 
@@ -9,10 +11,11 @@ import importlib
 import pkgutil
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
 import lq_lightning
@@ -38,6 +41,14 @@ class Model(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Data(LightningDataModule):
+    """Random numbers."""
+
+    def train_dataloader(self) -> Iterable[Tensor]:
+        """Return batches of 16."""
+        return torch.utils.data.DataLoader(torch.randn(256, 64), batch_size=16)
+
+
 def import_everything() -> int:
     """Import every module and return how many there are."""
     found = pkgutil.walk_packages(lq_lightning.__path__, "lq_lightning.")
@@ -50,7 +61,6 @@ def main() -> None:
     modules = import_everything()
     torch.manual_seed(0)
     model = Model()
-    data = torch.utils.data.DataLoader(torch.randn(256, 64), batch_size=16)
     strategy = QuantizedFSDPStrategy(weights="qWD", gradients="TLq-HS", node_size=1)
     trainer = Trainer(
         strategy=strategy,
@@ -62,7 +72,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, data)
+    trainer.fit(model, Data())
     communication = strategy.communication
     if communication is None or not model.losses[-1] < 0.5 * model.losses[0]:
         raise SystemExit(f"The package does not train: losses {model.losses}, {communication}.")
