@@ -54,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     known = "; ".join(f"{name}: {text}" for name, (text, *_) in GOALS.items())
     init.add_argument("goal", choices=GOALS, metavar="GOAL", help=known)
     init.add_argument("--output", type=Path, default=Path("run.yaml"), help="default: %(default)s")
-    init.add_argument("--model", default="my_module.Model", help="class of your LightningModule")
-    init.add_argument("--data", default="my_module.Data", help="class of your LightningDataModule")
+    init.add_argument("--model", help="class of your LightningModule, MODULE.CLASS")
+    init.add_argument("--data", help="class of your LightningDataModule")
     return parser
 
 
@@ -85,15 +85,18 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     words = sys.argv[1:] if words is None else words
-    if words and words[0] == "train":  # whose errors are the user's own
-        from lq_lightning.planning.train import train
+    if words and words[0] == "train":
+        from lq_lightning.planning.train import missing_for_training, train
 
-        train(words[1:])
+        if missing := missing_for_training(words[1:]):
+            sys.stderr.write(f"lq-lightning train: {missing}\n")
+            return WRONG_INPUT
+        train(words[1:])  # whose errors are the user's own
         return 0
     arguments, others = make_parser().parse_known_args(words)
     try:
         if others and arguments.command != "plan":
-            raise ValueError(f"there is no option {others[0]}.")
+            raise ValueError(f"lq-lightning {arguments.command} has no option {others[0]}.")
         if arguments.command == "init":
             from lq_lightning.planning.train import write_config
 

@@ -283,6 +283,11 @@ def plan_run(
         batch, origin = parse_batch(batch) if isinstance(batch, str) else batch, "`batch`"
     simulations = Simulations(run=run, batch=batch, origin=origin, machine=place)
     simulated = simulations()
+    if not (step := simulated.step_time(place)).seconds:
+        raise ValueError(
+            f"{run.name} cannot be planned: its model is so small that nothing of it is simulated "
+            "(no weight has 4 KiB). Give it the sizes of the real run."
+        )
     per_step = simulated.tokens_per_step
     if tokens is None and own.get("max_steps", -1) > 0:
         tokens = own["max_steps"] * per_step
@@ -291,7 +296,7 @@ def plan_run(
         machine=place,
         layout=simulated.layout,
         memory=simulated.memory(place),
-        step=simulated.step_time(place),
+        step=step,
         microbatches=simulated.microbatches,
         tokens_per_step=per_step,
         tokens=None if tokens is None else int(tokens),
@@ -558,6 +563,6 @@ class Simulations:
         except Exception as error:
             raise ValueError(
                 f"{self.run.name} cannot be simulated: its training step raises "
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}. "
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. "
                 f"The batch was taken from {self.origin}: {describe(self.batch)}. {BATCH_REMEDY}"
             ) from error

@@ -5,9 +5,21 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+_NEEDS_JSONARGPARSE = (
+    "YAMLs are read with jsonargparse: `pip install 'jsonargparse[signatures]'` (Lightning's "
+    "LightningCLI needs it)."
+)
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
+
+
+def missing_for_training(words: Sequence[str]) -> str:
+    """Return what keeps :func:`train` from beginning, or nothing."""
+    if not words:
+        return "what should be trained? Give --config FILE (`lq-lightning init` writes one)."
+    return "" if find_spec("jsonargparse") else _NEEDS_JSONARGPARSE
 
 
 def train(words: Sequence[str]) -> None:
@@ -147,7 +159,7 @@ GOALS: dict[str, tuple[str, str, str, str, str]] = {
 }
 
 
-def write_config(goal: str, file: Path, model: str, data: str) -> str:
+def write_config(goal: str, file: Path, model: str | None, data: str | None) -> str:
     """Write a commented YAML for a goal and return what to do with it.
 
     Raises:
@@ -157,10 +169,14 @@ def write_config(goal: str, file: Path, model: str, data: str) -> str:
     plan = f"lq-lightning plan {file} {machine}"
     start = start.format(file=file)
     head = _HEAD.format(text=text, plan=plan, start=start)
-    tail = _TAIL.format(name=goal, model=model, data=data, callbacks=callbacks)
+    classes = {"model": model or "my_module.Model", "data": data or "my_module.Data"}
+    tail = _TAIL.format(name=goal, callbacks=callbacks, **classes)
     try:
         with file.open("x") as opened:
             opened.write(head + middle + tail)
     except FileExistsError as error:
         raise FileExistsError(f"'{file}' exists: give another name with --output.") from error
-    return f"Wrote {file}. Set `class_path` of `model` and `data`, then run\n  {plan}\n"
+    unset = [f"`{name}`" for name, given in (("model", model), ("data", data)) if given is None]
+    first = f"Set `class_path` of {' and '.join(unset)}, then plan" if unset else "Plan"
+    start = start.replace("\n#", "\n")
+    return f"Wrote {file}. {first} and train:\n  {plan}\n  {start}\n"

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 
 class Model(LightningModule):
-    def __init__(self, lr: float = 0.1):
+    def __init__(self, lr: float = 0.1, outputs: int = 1):
         super().__init__()
-        self.layer, self.lr = torch.nn.Linear(4, 1), lr
+        self.layer, self.lr = torch.nn.Linear(4, outputs), lr
 
     def training_step(self, batch, batch_idx):
         return self.layer(batch).square().mean()
@@ -54,7 +54,10 @@ def _init(goal: str) -> int:
 @pytest.mark.parametrize("goal", GOALS)
 def test_every_yaml_is_read(goal: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _init(goal) == 0
-    assert f"lq-lightning plan {goal}.yaml" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"lq-lightning plan {goal}.yaml" in said
+    assert f"lq-lightning train --config {goal}.yaml" in said
+    assert "class_path" not in said
     quiet()
     sys.path.insert(0, ".")
     arguments = [f"--config={goal}.yaml", *HERE]
@@ -77,3 +80,31 @@ def test_a_yaml_trains_without_a_script(capsys: pytest.CaptureFixture[str]) -> N
     assert "no option --modle" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["init", "nothing"])
+
+
+def test_what_cannot_begin_says_so_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*words: str) -> str:
+        assert cli.main(words) == cli.WRONG_INPUT
+        return capsys.readouterr().err
+
+    assert "no option --modle=own_module.Model" in refused(
+        "init", "one-host", "--modle=own_module.Model"
+    )
+    assert not Path("run.yaml").exists()
+    assert "Give --config FILE" in refused("train")
+    monkeypatch.setattr("lq_lightning.planning.train.find_spec", lambda name: None)
+    assert "pip install 'jsonargparse[signatures]'" in refused("train", "--config=one-host.yaml")
+    assert cli.main(["init", "one-host", "--model=own_module.Model"]) == 0
+    assert "Set `class_path` of `data`, then plan" in capsys.readouterr().out
+
+
+def test_a_yaml_with_local_steps_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    _init("two-hosts-1gb")
+    words = ["two-hosts-1gb.yaml", "--nodes=2", "--gpus-per-node=1", "--network=1gbit"]
+    words += ["--no-alternatives"]
+    assert cli.main(["plan", *words]) == cli.WRONG_INPUT
+    assert "so small that nothing of it is simulated" in capsys.readouterr().err
+    status = cli.main(["plan", *words, "--model.outputs=1024"])
+    assert status == cli.FITS, capsys.readouterr().err
