@@ -83,10 +83,13 @@ def in_step(key: str, groups: Sequence[dist.ProcessGroup]) -> bool:
     return same
 
 
-def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_flat(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
     """All-gather equal flat buffers: ``output`` is ``[world * input.numel()]``."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, input, group=group)
+    work: dist.Work | None = gather(output, input, group=group, async_op=async_op)
+    return work
 
 
 def all_gather_parts(

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.tensors import local_tensor
@@ -197,8 +197,10 @@ class QuantizedCommunication:
             if self._consensus is not None:
                 self._consensus.note_step(lambda replica: id(replica) in begun)
 
-    def invalidate(self) -> None:
+    def invalidate(self, written: Iterable[nn.Parameter] | None = None) -> None:
         """Let the next gathers refresh the replicas in full precision. Every rank must call this.
+
+        With ``written``, those of units that hold one of these sharded parameters.
 
         Updates are noticed without it, but some only one forward pass later: those of the shards of
         some ranks, and on GPUs those that no version counter counts, such as
@@ -206,8 +208,10 @@ class QuantizedCommunication:
         replaces a tensor that FSDP2 does not compute with, and the next forward pass raises an
         error.
         """
+        ids = None if written is None else {id(parameter) for parameter in written}
         for gather in self._difference_gathers():
-            gather.replica.invalidate()
+            if gather.holds_any(ids):
+                gather.replica.invalidate()
 
     def _buckets_to_exchange(
         self, stepped: set[int] | None, begun: set[int]

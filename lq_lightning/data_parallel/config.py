@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
 from lq_lightning.codecs.spec import GROUP_SIZES, group_size_of
-from lq_lightning.foundation.checks import check_choice, is_number
+from lq_lightning.foundation.checks import check_choice, is_number, is_whole
 from lq_lightning.foundation.topology import Level
 
 WeightMethod = Literal["qWD", "qW"]
@@ -239,27 +239,57 @@ class LocalSteps:
         bits: Bits of one code of a node's progress, 2 to 8, in the format of gradients between
             nodes (see :class:`GradientQuantization`), embeddings and heads included; ``None`` sends
             fp32.
+        fragments: Parts of the model, of whole units strided over its depth, that are sent in turn,
+            each once in ``every`` steps (Streaming DiLoCo, arXiv:2501.18512).
+        delay: Steps after which the mean of a fragment is merged, while its messages travel beside
+            training; 0 waits for them. At most ``every // fragments``, when the next one is sent.
+        error_feedback: Add what the codes of a message lost to the next message of the same
+            parameters (MuLoCo, arXiv:2505.23725). Takes another byte per parameter / ranks per
+            node.
     """
 
     every: int = 32
     outer_lr: float = 0.7
     outer_momentum: float = 0.6
     bits: int | None = 4
+    fragments: int = 1
+    delay: int = 0
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""
         owner = type(self).__name__
         every, lr, momentum = self.every, self.outer_lr, self.outer_momentum
+        fragments, delay, feedback = self.fragments, self.delay, self.error_feedback
         fits_momentum = is_number(momentum) and 0 <= momentum < 1
         for field, value, fits, allowed in (
             ("every", every, type(every) is int and every > 0, "1 step or more"),
             ("outer_lr", lr, is_number(lr) and 0 < lr < math.inf, "a number above 0"),
             ("outer_momentum", momentum, fits_momentum, "0 or more, but less than 1"),
+            ("fragments", fragments, is_whole(fragments) and fragments > 0, "1 or more"),
+            ("delay", delay, is_whole(delay) and delay >= 0, "0 steps or more"),
+            ("error_feedback", feedback, isinstance(feedback, bool), "True or False"),
         ):
             if not fits:
                 raise ValueError(f"`{owner}({field}={value!r})` is not supported: give {allowed}.")
+        if fragments > every:
+            raise ValueError(
+                f"`{owner}(every={every}, fragments={fragments})` is not supported: at most one "
+                "fragment is sent after each step. Give at most as many `fragments` as steps."
+            )
+        if delay > every // fragments:
+            raise ValueError(
+                f"`{owner}(every={every}, fragments={fragments}, delay={delay})` is not supported: "
+                "a fragment is merged before the next one is sent. Give a `delay` of at most "
+                f"{every // fragments}."
+            )
         if self.bits is not None:
             _check_bits(owner, "bits", self.bits)
+        elif feedback:
+            raise ValueError(
+                f"`{owner}(bits=None, error_feedback=True)` is not supported: fp32 loses nothing "
+                "that could be sent later. Leave one of them out."
+            )
 
     def codec(self) -> CodecSpec | None:
         """Codec of the messages; None for fp32."""

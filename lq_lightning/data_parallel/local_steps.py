@@ -6,8 +6,9 @@ each rank sends the change of its shard to the ranks that hold the same shard in
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,16 +17,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.tensors import local_tensor, to_sharded_dtensor
-from lq_lightning._compat.torch import all_gather_flat
-from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
+from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel.config import LocalSteps
+from lq_lightning.data_parallel.node_mean import NodeMean, Transfer
 from lq_lightning.data_parallel.unit import full_precision_reason
-from lq_lightning.foundation.agreement import check_same_entries, describe
-from lq_lightning.foundation.groups import RankGroups
+from lq_lightning.foundation import streams
+from lq_lightning.foundation.agreement import begin_check, check_same_entries, describe
+from lq_lightning.foundation.groups import RankGroups, distrust_groups
+from lq_lightning.foundation.streams import MaxReduction, StreamStage
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.kernels.checksum import checksums
 
 _BUCKET_NUMEL = 1 << 24  # an outer step takes the memory of one bucket, in fp32
+_DIFFER = "nodes do not train the same parameters"
+_ADVICE = (
+    "With `local_steps` all nodes train the same ones, from the same step on: give optimizers the "
+    "same parameters and set `requires_grad` alike on every rank (or, if nodes run out of batches "
+    "at different times, give every rank equally many)."
+)
 
 
 class _Kept(NamedTuple):
@@ -33,6 +42,41 @@ class _Kept(NamedTuple):
 
     anchor: Tensor
     velocity: Tensor
+
+
+class _Bucket(NamedTuple):
+    """Parameters that are sent together, and in which codec (None: in fp32)."""
+
+    codec: CodecSpec | None
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each: with codes, every parameter begins a group."""
+        multiple = 1 if self.codec is None else self.codec.block_multiple
+        return [_padded(local_tensor(p).numel(), multiple) for p in self.parameters]
+
+    def numel(self, num_nodes: int) -> int:
+        """Elements of all, of which each node gets the sum of equally many groups."""
+        multiple = 1 if self.codec is None else self.codec.block_multiple
+        return _padded(sum(self.sizes), multiple * num_nodes)
+
+    def places(self, flat: Tensor) -> Iterator[tuple[Tensor, nn.Parameter, Tensor]]:
+        """Yield each place in a flat tensor with its parameter and this rank's shard of it."""
+        start = 0
+        for parameter, size in zip(self.parameters, self.sizes, strict=True):
+            weight = local_tensor(parameter)
+            yield flat[start : start + weight.numel()].view(weight.shape), parameter, weight
+            start += size
+
+
+class _Flight(NamedTuple):
+    """A fragment under way."""
+
+    check: Callable[[], None]  # raises on all ranks if nodes do not match
+    halfway: int  # step at which what has arrived is passed on
+    landing: int  # step at which the mean is merged
+    parts: list[tuple[_Bucket, Transfer, list[Tensor]]]  # with the weights that were sent
 
 
 class OuterOptimizer:
@@ -51,8 +95,26 @@ class OuterOptimizer:
 
     Anything that writes to weights in between counts as progress of the node.
 
-    ``names`` has the fully qualified names of the parameters of this node's copy. Parameters with
-    fewer than ``min_quantized_numel`` elements are sent in fp32, as are 1-D ones.
+    With fragments, each has its own cycle of ``every`` steps, and its exchange is an outer step of
+    its parameters alone. With a delay, ``d`` is the difference when a fragment is sent, and the
+    node's progress since then is kept (arXiv:2501.18512, where the weights become a weighted mean
+    of the node's own and the anchor)::
+
+        weights = anchor + (weights - weights when they were sent)
+
+    so that each step of a node is in one ``d``. Only an :meth:`outer_step` makes nodes equal then.
+
+    Args:
+        config: Options of outer steps.
+        topology: All ranks and nodes.
+        groups: Their process groups.
+        names: Fully qualified names of the parameters of this node's copy.
+        min_quantized_numel: Parameters with fewer elements are sent in fp32, as are 1-D ones.
+        device: Device from which groups send.
+        units: Names of modules whose parameters are in one fragment.
+
+    Raises:
+        ValueError: There are fewer units than fragments.
     """
 
     def __init__(
@@ -64,9 +126,9 @@ class OuterOptimizer:
         names: Mapping[nn.Parameter, str],
         min_quantized_numel: int,
         device: torch.device,
+        units: Iterable[str] = (),
     ) -> None:
-        self.steps = 0  # optimizer steps that nodes have taken since the last outer step
-        self.sent_nbytes = 0.0  # by this rank, to other nodes
+        self.steps = 0  # optimizer steps that nodes have taken since the last outer step of all
         self._config = config
         self._topology = topology
         self._groups = groups
@@ -77,6 +139,11 @@ class OuterOptimizer:
         self._kept: dict[nn.Parameter, _Kept] = {}
         # Parameters trained since the last outer step: its momentum must not move frozen ones.
         self._trained: set[nn.Parameter] = set()
+        self._mean = NodeMean(topology.num_nodes, groups.inter, feedback=config.error_feedback)
+        self._fragments = _fragments(self._names, units, config.fragments)
+        self._flight: _Flight | None = None
+        self._stage = StreamStage() if streams.has_streams(device) else None
+        self._votes = MaxReduction(device, torch.int64)
 
     # --- steps of a node --------------------------------------------------------------------
 
@@ -112,35 +179,78 @@ class OuterOptimizer:
         """Anchor and velocity of a parameter's shard, once it is trained."""
         return self._kept.get(parameter, ())
 
+    @property
+    def sent_nbytes(self) -> float:
+        """Bytes that this rank has sent to other nodes."""
+        return self._mean.sent_nbytes
+
     def forget(self) -> None:
         """Start from the present weights, which were loaded on all nodes."""
         self._kept.clear()
         self._trained.clear()
+        self._mean.forget_errors()
+        self._flight = None
         self.steps = 0
 
     # --- the exchange -----------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
-        """Whether nodes have taken all their local steps."""
-        return self.steps >= self._config.every
+        """Whether :meth:`exchange` has something to do after this step."""
+        flight = self._flight
+        if flight is not None and self.steps in (flight.halfway, flight.landing):
+            return True
+        return self._due_fragment() is not None
+
+    def _due_fragment(self) -> int | None:
+        """Number of the fragment to send after this step: after the last one, every cycle ends."""
+        every, count = self._config.every, self._config.fragments
+        sends = {every * (index + 1) // count % every: index for index in range(count)}
+        return sends.get(self.steps % every) if self.steps else None
+
+    def exchange(self) -> Collection[nn.Parameter]:
+        """Send and merge what is due after this step; all ranks call it if :attr:`is_due`.
+
+        Returns the parameters that were written. Errors are those of :meth:`outer_step`, which it
+        takes where there are neither fragments nor a delay.
+        """
+        if self._config.fragments == 1 and self._config.delay == 0:
+            return self.outer_step()
+        written: list[nn.Parameter] = []
+        flight, fragment = self._flight, self._due_fragment()
+        if flight is not None and self.steps == flight.landing:
+            written += self._land()
+        elif flight is not None and self.steps == flight.halfway:
+            for _, transfer, _ in flight.parts:
+                transfer.advance()
+        if fragment is not None:
+            parameters = [p for p in self._fragments[fragment] if p in self._trained]
+            if self._config.delay:
+                self._send(parameters)
+            else:
+                self._check_steps(parameters)
+                self._average(parameters)
+                written += parameters
+        return written
 
     @torch.no_grad()
-    def outer_step(self) -> None:
+    def outer_step(self) -> Collection[nn.Parameter]:
         """Average the progress of all nodes and let them start from equal weights.
 
-        All ranks call it after equally many steps. Nothing else may use the weights meanwhile.
+        A fragment under way is merged first. All ranks call it after equally many steps. Nothing
+        else may use the weights meanwhile. Returns the parameters that were written.
 
         Raises:
             RuntimeError: On all ranks, before anything is exchanged: weights of a node are not
                 finite, or nodes have taken different numbers of steps.
             ValueError: Likewise, nodes have trained different parameters.
         """
-        self._check_steps()
-        for codec, parameters in self._buckets():
-            self._take_step(codec, parameters)
-        self._trained.clear()
+        written = self._land()
+        parameters = [p for p in self._names if p in self._trained]
+        self._check_steps(parameters)
+        self._average(parameters)
         self.steps = 0
+        return {*written, *parameters}
 
     def bring_together(self) -> None:
         """Deprecated name of :meth:`outer_step`."""
@@ -153,28 +263,49 @@ class OuterOptimizer:
         self.outer_step()
 
     def _check(
-        self, state: str, parameters: Iterable[nn.Parameter], bad: bool = False
+        self, state: str, parameters: Iterable[nn.Parameter], bad: Sequence[int] = ()
     ) -> list[int]:
         """Compare nodes; one in an outer step and one in ``begin_step`` meet here and differ."""
-        nodes = self._topology.num_nodes
-        votes = [0] * nodes
-        votes[self._topology.node] = int(bad)
         return check_same_entries(
-            {self._names[p]: f"{state} ({describe(p)})" for p in parameters},
+            self._entries(state, parameters),
             self._groups.every,
             self._device,
-            differ="nodes do not train the same parameters",
-            advice="With `local_steps` all nodes train the same ones, from the same step on: give "
-            "optimizers the same parameters and set `requires_grad` alike on every rank (or, if "
-            "nodes run out of batches at different times, give every rank equally many).",
-            votes=[*votes, self.steps, -self.steps],
+            differ=_DIFFER,
+            advice=_ADVICE,
+            votes=[self.steps, -self.steps, *(bad or [0] * self._topology.num_nodes)],
         )
 
-    def _check_steps(self) -> None:
-        weights = [local_tensor(p) for p in self._kept]
-        largest = torch.nn.utils.get_total_norm([w for w in weights if w.numel()], float("inf"))
-        trained = [p for p in self._names if p in self._trained]
-        *bad, most, least = self._check("trained", trained, bool(~torch.isfinite(largest)))
+    def _entries(self, state: str, parameters: Iterable[nn.Parameter]) -> dict[str, str]:
+        return {self._names[p]: f"{state} ({describe(p)})" for p in parameters}
+
+    def _bad_nodes(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return a one for this node if its weights are not finite, zeros for the others."""
+        weights = [w for p in parameters if (w := local_tensor(p)).numel()]
+        largest = torch.nn.utils.get_total_norm(weights, float("inf"))
+        bad = torch.zeros(self._topology.num_nodes, dtype=torch.int64, device=self._device)
+        bad[self._topology.node].copy_(~torch.isfinite(largest))
+        return bad
+
+    def _check_steps(self, parameters: Iterable[nn.Parameter]) -> None:
+        bad = self._bad_nodes(self._kept)
+        self._judge(self.steps, self._check("trained", parameters, bad.tolist()))
+
+    def _begin_check(self, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+        """Begin to compare nodes in the background; the result ends it, with their errors."""
+        steps = self.steps
+        finish = begin_check(
+            self._entries("trained", parameters),
+            self._groups.every,
+            self._votes,
+            differ=_DIFFER,
+            advice=_ADVICE,
+            votes=[steps, -steps],
+            more=self._bad_nodes(self._kept),
+        )
+        return lambda: self._judge(steps, finish())
+
+    def _judge(self, steps: int, votes: list[int]) -> None:
+        most, least, *bad = votes
         if most != -least:
             raise RuntimeError(
                 f"nodes have taken {-least} to {most} optimizer steps since they were brought "
@@ -184,32 +315,32 @@ class OuterOptimizer:
         if any(bad):
             found = ", ".join(str(node) for node, flag in enumerate(bad) if flag)
             raise RuntimeError(
-                f"the weights of node {found} are not finite any more after {self.steps} steps of "
+                f"the weights of node {found} are not finite any more after {steps} steps of "
                 "their own. Nothing was exchanged, since all nodes would get them. Resume from the "
                 "last checkpoint, with a lower learning rate, `gradient_clip_val`, or "
                 "`skip_nonfinite_steps=True`, with which a node leaves out such a step."
             )
 
-    def _buckets(self) -> Iterator[tuple[CodecSpec | None, list[nn.Parameter]]]:
-        """Yield parameters that are sent together, and in which codec (None: in fp32).
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[_Bucket]:
+        """Yield the buckets of parameters, which are in the order of names.
 
-        The same on all ranks with these shards, in the order of names: a sum in fp32 depends on the
-        place in its bucket.
+        The same on all ranks with these shards: a sum in fp32 depends on the place in its bucket.
         """
         open_: dict[CodecSpec | None, list[nn.Parameter]] = {}
         room: dict[CodecSpec | None, int] = {}
-        for parameter in self._names:
+        for parameter in parameters:
             numel = local_tensor(parameter).numel()
-            if numel == 0 or parameter not in self._trained:
+            if numel == 0:
                 continue
             codec = self._codec_of(parameter, numel)
             if codec in open_ and room[codec] < numel:
-                yield codec, open_.pop(codec)
+                yield _Bucket(codec, tuple(open_.pop(codec)))
             if codec not in open_:
                 open_[codec], room[codec] = [], _BUCKET_NUMEL
             open_[codec].append(parameter)
             room[codec] -= numel
-        yield from open_.items()
+        for codec, rest in open_.items():
+            yield _Bucket(codec, tuple(rest))
 
     def _codec_of(self, parameter: nn.Parameter, numel: int) -> CodecSpec | None:
         codec, whole = self._config.codec(), parameter.numel()
@@ -217,62 +348,70 @@ class OuterOptimizer:
         exact = full_precision_reason(parameter.ndim, whole, torch.float32, least)
         return None if codec is None or exact or codec.nbytes(numel) >= 4 * numel else codec
 
-    def _take_step(self, codec: CodecSpec | None, parameters: list[nn.Parameter]) -> None:
-        weights = [local_tensor(p) for p in parameters]
-        kept = [self._kept[p] for p in parameters]
-        # each parameter begins a group, and each node gets the sum of equally many groups
-        multiple = 1 if codec is None else codec.block_multiple
-        sizes = [_padded(w.numel(), multiple) for w in weights]
-        padding = _padded(sum(sizes), multiple * self._topology.num_nodes) - sum(sizes)
-        flat = torch.zeros(sum(sizes) + padding, device=self._device)
-        places = [
-            place[: w.numel()].view(w.shape)
-            for place, w in zip(torch.split(flat, [*sizes, padding]), weights, strict=False)
-        ]
-        for place, weight, (anchor, _) in zip(places, weights, kept, strict=True):
-            place.copy_(anchor.to(weight.dtype))
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        """Take an outer step of these parameters, one bucket after the other."""
+        for bucket in self._buckets(parameters):
+            flat = self._difference(bucket)
+            self._mean.read(self._mean.begin(flat, bucket.codec, bucket), bucket.codec, flat)
+            self._apply(bucket, flat)
+        self._trained.difference_update(parameters)
+
+    @torch.no_grad()
+    def _send(self, parameters: list[nn.Parameter]) -> None:
+        check, parts = self._begin_check(parameters), []
+        for bucket in self._buckets(parameters):
+            flat = self._difference(bucket)
+            sent = [local_tensor(p).detach().clone() for p in bucket.parameters]
+            transfer = self._mean.begin(flat, bucket.codec, bucket, self._stage)
+            parts.append((bucket, transfer, sent))
+        self._trained.difference_update(parameters)
+        delay = self._config.delay
+        self._flight = _Flight(check, self.steps + delay // 2, self.steps + delay, parts)
+
+    @torch.no_grad()
+    def _land(self) -> list[nn.Parameter]:
+        """Merge the fragment under way, if there is one."""
+        flight = self._flight
+        if flight is None:
+            return []
+        try:
+            flight.check()
+        except Exception:
+            distrust_groups()  # messages may be missing, or have other sizes
+            raise
+        if self._stage is not None:
+            self._stage.join()
+        for bucket, transfer, sent in flight.parts:
+            flat = torch.empty(bucket.numel(self._topology.num_nodes), device=self._device)
+            self._mean.read(transfer, bucket.codec, flat)
+            self._apply(bucket, flat, sent)
+        self._flight = None
+        return [p for bucket, _, _ in flight.parts for p in bucket.parameters]
+
+    def _difference(self, bucket: _Bucket) -> Tensor:
+        flat = torch.zeros(bucket.numel(self._topology.num_nodes), device=self._device)
+        for place, parameter, weight in bucket.places(flat):
+            place.copy_(self._kept[parameter].anchor.to(weight.dtype))
             place.sub_(weight.to(self._device))
-        if codec is None:
-            self._average_exactly(flat)
-        else:
-            self._average_coded(flat.view(self._topology.num_nodes, -1), codec)
+        return flat
+
+    def _apply(self, bucket: _Bucket, flat: Tensor, sent: Sequence[Tensor] = ()) -> None:
+        """Step against the mean; ``sent`` are weights on which nodes have trained since."""
         lr, momentum = self._config.outer_lr, self._config.outer_momentum
-        for place, weight, (anchor, velocity) in zip(places, weights, kept, strict=True):
+        for index, (place, parameter, weight) in enumerate(bucket.places(flat)):
+            anchor, velocity = self._kept[parameter]
             mean = place.to(anchor.device)
             velocity.mul_(momentum).add_(mean)
             anchor.sub_(mean.add(velocity, alpha=momentum), alpha=lr)
-            weight.copy_(anchor)
-
-    def _average_exactly(self, flat: Tensor) -> None:
-        nodes = self._topology.num_nodes
-        dist.all_reduce(flat.div_(nodes), group=self._groups.inter)
-        self.sent_nbytes += 2 * (nodes - 1) / nodes * flat.numel() * flat.itemsize
-
-    def _average_coded(self, rows: Tensor, codec: CodecSpec) -> None:
-        """Replace ``[N, n]`` by the mean over N nodes, of which each sums one row.
-
-        Two nodes exchange everything instead: as many bytes, and nothing is rounded twice.
-        """
-        nodes, numel = rows.shape
-        messages = encode(codec, rows)
-        if nodes > 2:
-            received = torch.empty_like(messages)
-            dist.all_to_all_single(received, messages, group=self._groups.inter)
-            self.sent_nbytes += (nodes - 1) * messages.shape[1]
-            messages = decode_reduce_encode(codec, received.unsqueeze(1), numel, codec)
-        every = messages.new_empty(nodes, *messages.shape)
-        all_gather_flat(every.view(-1), messages.view(-1), self._groups.inter)
-        self.sent_nbytes += (nodes - 1) * messages.numel()
-        if nodes > 2:
-            every = every.transpose(0, 1)
-        decode_reduce(codec, every, numel, scale=1 / nodes, out=rows)
+            weight.copy_((weight.float() - sent[index]).add_(anchor) if sent else anchor)
 
     # --- saved state ------------------------------------------------------------------------
 
     def state(self) -> dict[str, dict[str, DTensor]]:
         """Velocities and, where weights cannot hold them, anchors, sharded like the parameters.
 
-        After an outer step anchors of fp32 weights are the weights, and all nodes are equal.
+        After an outer step anchors of fp32 weights are the weights, and all nodes are equal. What
+        rounding has taken from messages is not saved, and forgotten here as well.
 
         Raises:
             RuntimeError: Nodes have taken steps since the last outer step.
@@ -281,6 +420,7 @@ class OuterOptimizer:
             raise RuntimeError(
                 f"nodes have taken {self.steps} steps alone: bring them together before saving"
             )
+        self._mean.forget_errors()
         found: dict[str, dict[str, DTensor]] = {"velocity": {}, "anchor": {}}
         for parameter, (anchor, velocity) in self._kept.items():
             name = self._names[parameter]
@@ -311,6 +451,38 @@ def _new(weight: Tensor) -> _Kept:
 
 def _padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
+
+
+def _fragments(
+    names: Mapping[nn.Parameter, str], units: Iterable[str], count: int
+) -> list[list[nn.Parameter]]:
+    """Deal out units, the largest first, each to the fragment with the fewest elements.
+
+    So equal blocks are strided over the depth of the model. It depends on names and sizes alone.
+    """
+    owners = sorted(units, key=len, reverse=True)
+    members: dict[str, list[nn.Parameter]] = {}
+    for parameter, name in names.items():
+        unit = next((unit for unit in owners if f"{name}.".startswith(f"{unit}.")), "")
+        members.setdefault(unit, []).append(parameter)
+    if count > max(1, len(members)):
+        raise ValueError(
+            f"`LocalSteps(fragments={count})` is not supported: the model has {len(members)} "
+            "unit(s), which are sent as a whole. Give at most as many `fragments`, or name smaller "
+            "`units`."
+        )
+    sizes = {unit: sum(p.numel() for p in found) for unit, found in members.items()}
+    loads, dealt = [0] * count, {}
+    for unit in sorted(members, key=lambda unit: (-sizes[unit], _by_number(unit))):
+        dealt[unit] = fragment = loads.index(min(loads))
+        loads[fragment] += sizes[unit]
+    fragment_of = {p: dealt[unit] for unit, found in members.items() for p in found}
+    return [[p for p in names if fragment_of[p] == index] for index in range(count)]
+
+
+def _by_number(name: str) -> list[str | int]:
+    """Key that sorts block 10 after block 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @torch.no_grad()

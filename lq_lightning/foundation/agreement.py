@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from lq_lightning.foundation.streams import MaxReduction
 
 T = TypeVar("T")
 
@@ -65,12 +67,53 @@ def check_same_entries(
     Raises:
         ValueError: On all ranks: entries differ; names the first one.
     """
+    vote = torch.tensor([*_extremes(entries), *votes], dtype=torch.int64, device=device)
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
+    return _compare(entries, group, vote.tolist(), differ, advice)
+
+
+def begin_check(
+    entries: Mapping[str, str],
+    group: dist.ProcessGroup,
+    reduction: MaxReduction,
+    *,
+    differ: str,
+    advice: str,
+    votes: Sequence[int] = (),
+    more: Tensor | None = None,
+) -> Callable[[], list[int]]:
+    """Begin a :func:`check_same_entries`, and return a function that ends it.
+
+    It meets a ``check_same_entries`` of other ranks, whose votes are these and ``more``.
+
+    Args:
+        entries: As there, like what follows.
+        group: Process group.
+        reduction: Reduces int64.
+        differ: Beginning of the error.
+        advice: End of the error.
+        votes: Integers to reduce as well.
+        more: Further ones on the device, int64, which the host does not wait for.
+    """
+    read = reduction.start([*_extremes(entries), *votes], group, more)
+    return lambda: _compare(entries, group, read(), differ, advice)
+
+
+def _extremes(entries: Mapping[str, str]) -> tuple[int, int]:
+    """Return a hash whose maximum over ranks gives its minimum, too: min(x) == ~max(~x)."""
     text = repr(sorted(entries.items())).encode()
     own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
-    # min(x) == ~max(~x)
-    vote = torch.tensor([own, ~own, *votes], dtype=torch.int64, device=device)
-    dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
-    most, least, *rest = vote.tolist()
+    return own, ~own
+
+
+def _compare(
+    entries: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    reduced: list[int],
+    differ: str,
+    advice: str,
+) -> list[int]:
+    most, least, *rest = reduced
     if most == ~least:
         return rest
     every = gather_objects(dict(entries), group)

@@ -20,6 +20,8 @@ exchange, third      the all-gather within the node, decode, add to the replica
 reductions, second   the last exchange of gradient reductions
 reductions, third    decode its messages and add them to the result
 offload, out and in  copies of saved activations to pinned host memory, and back
+outer steps          messages of a fragment between nodes that train alone, which the computing
+                     stream has encoded, and decodes some steps later
 votes                the reduction of a few bytes by which ranks agree, which may wait for the
                      checksums of shards on the computing or FSDP2's all-gather stream
 ==================== ==============================================================================
@@ -130,7 +132,7 @@ class StreamStage:
             _, first, done = self._held.popleft()
             first.wait_event(done)
 
-    def submit(self, handed_over: Tensor, work: Callable[[], None]) -> None:
+    def submit(self, handed_over: Tensor, work: Callable[[], object]) -> None:
         """Run ``work``, which reads ``handed_over``, after the current stream's work so far.
 
         If ``work`` raises, ``handed_over`` is held all the same: part of the work may be under way.
@@ -198,20 +200,20 @@ class MaxReduction:
     there, it is done as soon as all ranks have started it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.uint8) -> None:
+        self._device, self._dtype = device, dtype
         self._stream: torch.cuda.Stream | None = None
 
     def start(
         self, values: Sequence[int], group: dist.ProcessGroup, more: Tensor | None = None
     ) -> Callable[[], list[int]]:
-        """Start the reduction of ``values`` (in 0..255, equally many on every rank) over ``group``.
+        """Start the reduction of ``values`` (of the dtype, equally many on every rank).
 
-        ``more`` are further values, uint8 on the device, of the current stream. The host does not
+        ``more`` are further values of it, on the device, of the current stream. The host does not
         wait for them; the reduction does. Returns a function that waits for the maxima.
         """
         if not has_streams(self._device):
-            flags = torch.tensor(values, dtype=torch.uint8)
+            flags = torch.tensor(values, dtype=self._dtype)
             if more is not None:
                 flags = torch.cat([flags, more])
             work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -228,12 +230,12 @@ class MaxReduction:
         # Both copies go through pinned memory: others would let the host wait for the device.
         pinned = self._device.type == "cuda"
         with on_stream(stream):
-            mine = torch.tensor(values, dtype=torch.uint8, pin_memory=pinned)
+            mine = torch.tensor(values, dtype=self._dtype, pin_memory=pinned)
             reduced = mine.to(self._device, non_blocking=True)
             if more is not None:
                 record_use(more)
                 reduced = torch.cat([reduced, more])
-            result = torch.empty(reduced.shape, dtype=torch.uint8, pin_memory=pinned)
+            result = torch.empty(reduced.shape, dtype=self._dtype, pin_memory=pinned)
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
             result.copy_(reduced, non_blocking=True)
             done = stream.record_event()

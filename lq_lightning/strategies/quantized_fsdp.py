@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import set_device_mesh
@@ -49,7 +50,8 @@ class ReplicaGroups(StrategyPart):
     Between nodes nothing travels in an inner step: gradients, their norm, and the decision to skip
     a step are a node's own. An outer step comes before anything that has to see one model: a
     validation, a checkpoint, the end of ``fit``. So a checkpoint always lies between two cycles,
-    and the next one starts there, in the run that wrote it as in one that resumes.
+    and the next one starts there, in the run that wrote it as in one that resumes. A fragment that
+    is under way then is merged first. After an error it is dropped, unless a callback saves.
 
     Args:
         strategy: Gives devices and the mesh.
@@ -104,8 +106,8 @@ class ReplicaGroups(StrategyPart):
         return shared_split("column", world_group(), columns, self._strategy.root_device)
 
     def all_meet(self) -> bool:
-        """Whether all ranks wait for each other here anyway, as they do after an outer step."""
-        return self._outer is None or self._outer.steps == 0
+        """Whether all ranks may wait for each other here, once in a cycle."""
+        return self._outer is None or self._outer.steps % self._config.every == 0
 
     @property
     def sent_nbytes(self) -> float | None:
@@ -170,6 +172,7 @@ class ReplicaGroups(StrategyPart):
             names={p: clean_name(n) for n, p in module.named_parameters()},
             min_quantized_numel=self._min_quantized_numel,
             device=self._strategy.root_device,
+            units=[clean_name(n) for n, m in module.named_modules() if isinstance(m, FSDPModule)],
         )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, _OuterStepFirst) for callback in callbacks):
@@ -179,6 +182,8 @@ class ReplicaGroups(StrategyPart):
             f"{every.num_nodes} nodes of {counted(every.node_size, 'rank')} train alone for "
             f"{counted(config.every, 'step')} each time, and exchange what they have "
             f"learned in {bits}"
+            + (f", in {config.fragments} fragments" if config.fragments > 1 else "")
+            + (f", while they train for {counted(config.delay, 'step')}" if config.delay else "")
         )
 
     # --- steps ------------------------------------------------------------------------------------
@@ -190,23 +195,26 @@ class ReplicaGroups(StrategyPart):
                 self._outer.begin_step(optimizer)
 
     def after_optimizer_step(self, stepped: bool) -> None:
-        """Take an outer step if one is due; other nodes may have taken a step skipped here."""
+        """Exchange what is due; other nodes may have taken a step skipped here."""
         if self._outer is not None:
             self._outer.steps += 1
             if self._outer.is_due:
-                self.outer_step()
+                self._run(self._outer.exchange)
 
     def outer_step(self) -> None:
         """Average the nodes' progress since the last outer step; all ranks call it."""
-        if self._outer is None or self._outer.steps == 0:
-            return
+        if self._outer is not None and self._outer.steps:
+            self._run(self._outer.outer_step)
+
+    def _run(self, exchange: Callable[[], Collection[nn.Parameter]]) -> None:
         communication = self._collectives.communication
         if communication is not None:
             communication.join()  # exchanges within nodes still read the weights
         with self._failures.explained():
-            self._outer.outer_step()
-        if communication is not None:
-            communication.invalidate()  # written by no optimizer step that differences could follow
+            written = exchange()
+        if communication is not None and written:
+            # written by no optimizer step that differences could follow
+            communication.invalidate(written)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -2,115 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
-from lq_testing.fsdp2 import same_on_all_ranks
+from lq_testing.local_steps import LR, MOMENTUM, SHAPES, Nodes, first_weights, move_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lq_lightning.codecs import CodecSpec, decode, encode
-from lq_lightning.data_parallel import LocalSteps, OuterOptimizer, Topology
-from lq_lightning.foundation.groups import RankGroups
-
-LR, MOMENTUM = 0.7, 0.6
-SHAPES = {"uneven": (51, 24), "vector": (24,), "tall": (64, 8)}
-
-
-class Nodes:
-    """A model sharded over the ranks of each node, whose steps add what they are told to.
-
-    Modules and optimizers of odd nodes have their parameters in another order.
-
-    Args:
-        nodes: Their number; the world is 4.
-        bits: Of the exchange.
-        dtype: Of the weights.
-        start: What the first weights are multiplied with on this rank.
-        frozen: A parameter that is not trained at first.
-    """
-
-    def __init__(
-        self,
-        nodes: int,
-        bits: int | None,
-        dtype: torch.dtype = torch.float32,
-        start: float = 1.0,
-        frozen: str = "",
-    ) -> None:
-        self.nodes, self.node = nodes, dist.get_rank() * nodes // 4
-        self.mesh = _mesh(nodes)
-        self.model = nn.ParameterDict(
-            {
-                name: nn.Parameter(start * _start(name).to(dtype))
-                for name in sorted(SHAPES, reverse=bool(self.node % 2))
-            }
-        )
-        for name, parameter in self.model.items():
-            parameter.requires_grad_(name != frozen)
-        fully_shard(self.model, mesh=self.mesh["s"])
-        self.config = LocalSteps(every=2, outer_lr=LR, outer_momentum=MOMENTUM, bits=bits)
-        own_order = sorted(SHAPES, key=lambda name: (name[self.node :], name))
-        self.optimizer = torch.optim.SGD([self.model[name] for name in own_order], lr=1.0)
-        self.outer = self.new_outer()
-
-    def new_outer(self) -> OuterOptimizer:
-        assert dist.group.WORLD is not None
-        return OuterOptimizer(
-            self.config,
-            Topology(world_size=4, rank=dist.get_rank(), node_size=4 // self.nodes),
-            RankGroups(dist.group.WORLD, self.mesh.get_group("s"), self.mesh.get_group("n")),
-            names={p: n for n, p in self.model.named_parameters()},
-            min_quantized_numel=64,
-            device=torch.device("cpu"),
-        )
-
-    def step(self, step: int) -> None:
-        """A step of this node; every second one ends in an exchange."""
-        for name, parameter in self.model.items():
-            assert isinstance(parameter, DTensor)
-            move = -_move(name, step, self.node).to(parameter.dtype)
-            if parameter.requires_grad:
-                parameter.grad = distribute_tensor(move, self.mesh["s"], parameter.placements)
-        self.outer.begin_step(self.optimizer)
-        self.optimizer.step()
-        self.outer.steps += 1
-        if self.outer.is_due:
-            self.outer.outer_step()
-
-    def weights(self) -> dict[str, Tensor]:
-        return {n: p.full_tensor().detach().clone() for n, p in sorted(self.model.items())}
-
-    def are_alike(self) -> bool:
-        return same_on_all_ranks(list(self.weights().values()))
-
-
-@functools.cache
-def _mesh(nodes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (nodes, 4 // nodes), mesh_dim_names=("n", "s"))
-
-
-def _start(name: str) -> Tensor:
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name)))
-
-
-def _move(name: str, step: int, node: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * node + len(name))
-    return 0.01 * torch.randn(SHAPES[name], generator=generator)
 
 
 def _reference(name: str, steps: int, codec: CodecSpec | None, dtype: torch.dtype) -> Tensor:
     """The weights of two nodes after some steps, of whole tensors in one process."""
-    anchor = _start(name).to(dtype).float()
+    anchor = first_weights(name).to(dtype).float()
     outer = torch.optim.SGD([anchor], lr=LR, momentum=MOMENTUM, nesterov=True)
     nodes = [anchor.to(dtype) for _ in range(2)]
     for step in range(steps):
-        nodes = [w + _move(name, step, node).to(dtype) for node, w in enumerate(nodes)]
+        nodes = [w + move_of(name, step, node).to(dtype) for node, w in enumerate(nodes)]
         if step % 2:
             moved = [anchor.to(dtype).float() - w.float() for w in nodes]
             if codec is not None and len(SHAPES[name]) > 1:
@@ -162,9 +70,9 @@ def _bytes() -> None:
             coded = 3 * codec.nbytes(row) + 3 * codec.nbytes(row)
         assert nodes.outer.sent_nbytes == coded + 2 * (count - 1) / count * vector
         for name, value in nodes.weights().items():
-            moves = [_move(name, s, n) for s in range(2) for n in range(count)]
+            moves = [move_of(name, s, n) for s in range(2) for n in range(count)]
             mean = torch.stack(moves).sum(dim=0) / count
-            error = (value - _start(name) - LR * (1 + MOMENTUM) * mean).norm() / mean.norm()
+            error = (value - first_weights(name) - LR * (1 + MOMENTUM) * mean).norm() / mean.norm()
             assert error < (0.2 if len(SHAPES[name]) > 1 else 1e-5)
 
 
@@ -182,7 +90,7 @@ def _starts() -> None:
     assert nodes.are_alike()
     first = nodes.weights()["vector"] - _reference("vector", 2, None, torch.float32)
     assert first.abs().max() < 1e-6
-    moved = (nodes.weights()["tall"] - _start("tall")).norm()
+    moved = (nodes.weights()["tall"] - first_weights("tall")).norm()
     assert 0 < moved < 1
 
 

@@ -1,0 +1,147 @@
+"""Means over nodes: the messages of an outer step, what rounding takes from them, their transfer.
+
+Shape legend: N nodes, n elements of which one node sums the messages, B bytes of such a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lq_lightning._compat.torch import all_gather_flat
+from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
+from lq_lightning.foundation import streams
+from lq_lightning.foundation.streams import StreamStage
+
+# Of errors of rounding between two messages. They are a fraction of the values that were sent.
+_ERRORS = CodecSpec(code="int8", group_size=128)
+
+Collectives = Generator[dist.Work | None, None, Tensor]
+
+
+class Transfer:
+    """Messages under way: collectives that follow each other, and a tensor that has arrived."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._work: dist.Work | None = None
+        self._arrived: Tensor | None = None
+
+    def advance(self) -> None:
+        """Wait for the collective under way, on CUDA in the current stream; start the next one."""
+        if self._arrived is not None:
+            return
+        if self._work is not None:
+            self._work.wait()
+        try:
+            self._work = next(self._collectives)
+        except StopIteration as stop:
+            self._arrived = stop.value
+
+    def finish(self) -> Tensor:
+        """Run what is left, and return what has arrived."""
+        while self._arrived is None:
+            self.advance()
+        return self._arrived
+
+
+class NodeMean:
+    """Takes means over nodes of flat fp32 tensors, encoded or not.
+
+    With ``feedback``, what a message has lost by rounding is kept in 8 bits and added to the values
+    of the next one with the same ``key``, in sums that are encoded again, too.
+
+    Args:
+        num_nodes: N.
+        group: One rank of each node; nothing else is sent in it meanwhile.
+        feedback: Whether errors of rounding are sent later.
+    """
+
+    def __init__(self, num_nodes: int, group: dist.ProcessGroup, *, feedback: bool) -> None:
+        self.sent_nbytes = 0.0  # by this rank
+        self._num_nodes, self._group, self._feedback = num_nodes, group, feedback
+        self._errors: dict[Hashable, Tensor] = {}
+
+    def forget_errors(self) -> None:
+        """Forget what rounding has taken from earlier messages."""
+        self._errors.clear()
+
+    def begin(
+        self, flat: Tensor, codec: CodecSpec | None, key: Hashable, stage: StreamStage | None = None
+    ) -> Transfer:
+        """Send ``flat``, whose number of elements N divides; it is overwritten.
+
+        All of it runs on ``stage`` if there is one; else the first collective is started.
+        """
+        if codec is None:
+            sent = flat.div_(self._num_nodes)
+            transfer = Transfer(self._sum_exactly(sent))
+        else:
+            rows = flat.view(self._num_nodes, -1)
+            sent = self._encode(rows, codec, key)
+            transfer = Transfer(self._exchange(sent, codec, rows.shape[1], key))
+        if stage is None:
+            transfer.advance()
+        else:
+            stage.submit(sent, transfer.finish)
+        return transfer
+
+    def read(self, transfer: Transfer, codec: CodecSpec | None, out: Tensor) -> None:
+        """Wait for a transfer, and write the mean to ``out``, of the size that was sent.
+
+        The current stream has waited for the transfer's stage, if it had one.
+        """
+        arrived = transfer.finish()
+        streams.record_use(arrived)
+        if codec is not None:
+            rows = out.view(self._num_nodes, -1)
+            decode_reduce(codec, arrived, rows.shape[1], scale=1 / self._num_nodes, out=rows)
+        elif arrived.data_ptr() != out.data_ptr():
+            out.copy_(arrived)
+
+    def _sum_exactly(self, flat: Tensor) -> Collectives:
+        nodes = self._num_nodes
+        self.sent_nbytes += 2 * (nodes - 1) / nodes * flat.numel() * flat.itemsize
+        yield dist.all_reduce(flat, group=self._group, async_op=True)
+        return flat
+
+    def _exchange(
+        self, messages: Tensor, codec: CodecSpec, numel: int, key: Hashable
+    ) -> Collectives:
+        """Return messages ``[K, N, B]`` to sum, of which each node has made those of its row.
+
+        Two nodes exchange everything instead: as many bytes, and nothing is rounded twice.
+        """
+        nodes = self._num_nodes
+        if nodes > 2:
+            received = torch.empty_like(messages)
+            self.sent_nbytes += (nodes - 1) * messages.shape[1]
+            yield dist.all_to_all_single(received, messages, group=self._group, async_op=True)
+            messages = self._sum_and_encode(received.unsqueeze(1), codec, numel, key)
+        every = messages.new_empty(nodes, *messages.shape)
+        self.sent_nbytes += (nodes - 1) * messages.numel()
+        yield all_gather_flat(every.view(-1), messages.view(-1), self._group, async_op=True)
+        return every.transpose(0, 1) if nodes > 2 else every
+
+    def _sum_and_encode(
+        self, received: Tensor, codec: CodecSpec, numel: int, key: Hashable
+    ) -> Tensor:
+        if not self._feedback:
+            return decode_reduce_encode(codec, received, numel, codec)
+        return self._encode(decode_reduce(codec, received, numel), codec, ("sum", key))
+
+    def _encode(self, rows: Tensor, codec: CodecSpec, key: Hashable) -> Tensor:
+        """Encode rows, which become what the codes do not hold of them with ``feedback``."""
+        if not self._feedback:
+            return encode(codec, rows)
+        numel, error = rows.shape[1], self._errors.get(key)
+        if error is not None:
+            streams.record_use(error)
+            decode(_ERRORS, error, numel, out=rows, add=True)
+        messages = encode(codec, rows)
+        decode(codec, messages, numel, scale=-1.0, out=rows, add=True)
+        self._errors[key] = encode(_ERRORS, rows)
+        return messages
