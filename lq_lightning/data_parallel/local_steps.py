@@ -77,6 +77,7 @@ class _Flight(NamedTuple):
     halfway: int  # step at which what has arrived is passed on
     landing: int  # step at which the mean is merged
     parts: list[tuple[_Bucket, Transfer, list[Tensor]]]  # with the weights that were sent
+    trained: list[nn.Parameter]  # its parameters that are merged
 
 
 class OuterOptimizer:
@@ -139,6 +140,8 @@ class OuterOptimizer:
         self._kept: dict[nn.Parameter, _Kept] = {}
         # Parameters trained since the last outer step: its momentum must not move frozen ones.
         self._trained: set[nn.Parameter] = set()
+        # Of which nodes know of each other that they train them: what flights have on board.
+        self._agreed: set[nn.Parameter] = set()
         self._mean = NodeMean(topology.num_nodes, groups.inter, feedback=config.error_feedback)
         self._fragments = _fragments(self._names, units, config.fragments)
         self._flight: _Flight | None = None
@@ -174,6 +177,7 @@ class OuterOptimizer:
             start_alike(weights, self._groups.inter, self._device)
             for parameter, weight in zip(new, weights, strict=True):
                 self._kept[parameter] = _new(weight)
+            self._agreed.update(new)
 
     def kept(self, parameter: nn.Parameter) -> tuple[Tensor, ...]:
         """Anchor and velocity of a parameter's shard, once it is trained."""
@@ -188,6 +192,7 @@ class OuterOptimizer:
         """Start from the present weights, which were loaded on all nodes."""
         self._kept.clear()
         self._trained.clear()
+        self._agreed.clear()
         self._mean.forget_errors()
         self._flight = None
         self.steps = 0
@@ -223,14 +228,13 @@ class OuterOptimizer:
         elif flight is not None and self.steps == flight.halfway:
             for _, transfer, _ in flight.parts:
                 transfer.advance()
-        if fragment is not None:
+        if fragment is not None and self._config.delay:
+            self._send(self._fragments[fragment])
+        elif fragment is not None:
             parameters = [p for p in self._fragments[fragment] if p in self._trained]
-            if self._config.delay:
-                self._send(parameters)
-            else:
-                self._check_steps(parameters)
-                self._average(parameters)
-                written += parameters
+            self._check_steps(parameters)
+            self._average(parameters)
+            written += parameters
         return written
 
     @torch.no_grad()
@@ -248,7 +252,8 @@ class OuterOptimizer:
         written = self._land()
         parameters = [p for p in self._names if p in self._trained]
         self._check_steps(parameters)
-        self._average(parameters)
+        for fragment in self._fragments:  # by itself, as errors of rounding are kept
+            self._average([p for p in fragment if p in self._trained])
         self.steps = 0
         return {*written, *parameters}
 
@@ -353,20 +358,32 @@ class OuterOptimizer:
         for bucket in self._buckets(parameters):
             flat = self._difference(bucket)
             self._mean.read(self._mean.begin(flat, bucket.codec, bucket), bucket.codec, flat)
-            self._apply(bucket, flat)
+            self._apply(bucket, flat, parameters)
         self._trained.difference_update(parameters)
 
     @torch.no_grad()
-    def _send(self, parameters: list[nn.Parameter]) -> None:
-        check, parts = self._begin_check(parameters), []
-        for bucket in self._buckets(parameters):
+    def _send(self, fragment: list[nn.Parameter]) -> None:
+        """Let a fragment take off.
+
+        Messages leave before nodes have compared what they train, and gloo ends processes whose
+        messages differ in size. So the last comparison says what is on board: what is trained again
+        is sent a cycle later, and what is not trained any more goes along once, and is not merged.
+        """
+        trained = [p for p in fragment if p in self._trained]
+        check, parts = self._begin_check(trained), []
+        on_board = [p for p in fragment if p in self._agreed]
+        for bucket in self._buckets(on_board):
             flat = self._difference(bucket)
             sent = [local_tensor(p).detach().clone() for p in bucket.parameters]
             transfer = self._mean.begin(flat, bucket.codec, bucket, self._stage)
             parts.append((bucket, transfer, sent))
-        self._trained.difference_update(parameters)
-        delay = self._config.delay
-        self._flight = _Flight(check, self.steps + delay // 2, self.steps + delay, parts)
+        merged = [p for p in on_board if p in self._trained]
+        self._trained.difference_update(on_board)
+        self._agreed.difference_update(on_board)
+        self._agreed.update(trained)
+        landing = self.steps + self._config.delay
+        halfway = self.steps + self._config.delay // 2
+        self._flight = _Flight(check, halfway, landing, parts, merged)
 
     @torch.no_grad()
     def _land(self) -> list[nn.Parameter]:
@@ -384,9 +401,9 @@ class OuterOptimizer:
         for bucket, transfer, sent in flight.parts:
             flat = torch.empty(bucket.numel(self._topology.num_nodes), device=self._device)
             self._mean.read(transfer, bucket.codec, flat)
-            self._apply(bucket, flat, sent)
+            self._apply(bucket, flat, flight.trained, sent)
         self._flight = None
-        return [p for bucket, _, _ in flight.parts for p in bucket.parameters]
+        return flight.trained
 
     def _difference(self, bucket: _Bucket) -> Tensor:
         flat = torch.zeros(bucket.numel(self._topology.num_nodes), device=self._device)
@@ -395,10 +412,18 @@ class OuterOptimizer:
             place.sub_(weight.to(self._device))
         return flat
 
-    def _apply(self, bucket: _Bucket, flat: Tensor, sent: Sequence[Tensor] = ()) -> None:
+    def _apply(
+        self,
+        bucket: _Bucket,
+        flat: Tensor,
+        trained: Collection[nn.Parameter],
+        sent: Sequence[Tensor] = (),
+    ) -> None:
         """Step against the mean; ``sent`` are weights on which nodes have trained since."""
-        lr, momentum = self._config.outer_lr, self._config.outer_momentum
+        lr, momentum, chosen = self._config.outer_lr, self._config.outer_momentum, set(trained)
         for index, (place, parameter, weight) in enumerate(bucket.places(flat)):
+            if parameter not in chosen:
+                continue
             anchor, velocity = self._kept[parameter]
             mean = place.to(anchor.device)
             velocity.mul_(momentum).add_(mean)
@@ -411,7 +436,7 @@ class OuterOptimizer:
         """Velocities and, where weights cannot hold them, anchors, sharded like the parameters.
 
         After an outer step anchors of fp32 weights are the weights, and all nodes are equal. What
-        rounding has taken from messages is not saved, and forgotten here as well.
+        rounding has taken from messages is not saved, and so forgotten here, too.
 
         Raises:
             RuntimeError: Nodes have taken steps since the last outer step.
@@ -421,6 +446,7 @@ class OuterOptimizer:
                 f"nodes have taken {self.steps} steps alone: bring them together before saving"
             )
         self._mean.forget_errors()
+        self._agreed.update(self._kept)
         found: dict[str, dict[str, DTensor]] = {"velocity": {}, "anchor": {}}
         for parameter, (anchor, velocity) in self._kept.items():
             name = self._names[parameter]
@@ -442,6 +468,7 @@ class OuterOptimizer:
                 kept.velocity.copy_(local_tensor(velocities[name]))
                 if name in anchors:
                     kept.anchor.copy_(local_tensor(anchors[name]))
+        self._agreed.update(self._kept)
 
 
 def _new(weight: Tensor) -> _Kept:
