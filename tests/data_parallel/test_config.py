@@ -57,6 +57,13 @@ REFUSED: dict[type, list[tuple[dict[str, object], str]]] = {
         ({"outer_lr": True}, "outer_lr=True"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"bits": 9}, "bits=9"),
+        ({"fragments": 0}, r"fragments=0\)` is not supported: give 1 or more"),
+        ({"delay": -1}, r"delay=-1\)` is not supported: give 0 steps or more"),
+        ({"delay": True}, "delay=True"),
+        ({"error_feedback": 1}, r"error_feedback=1\)` is not supported: give True or False"),
+        ({"every": 2, "fragments": 3}, r"every=2, fragments=3.*at most one fragment is sent"),
+        ({"every": 9, "fragments": 2, "delay": 5}, r"fragments=2, delay=5.*`delay` of at most 4"),
+        ({"bits": None, "error_feedback": True}, r"bits=None, error_feedback=True.*loses nothing"),
     ],
 }
 

@@ -270,5 +270,7 @@ def test_blocks_are_strided_over_the_depth() -> None:
     units = [sorted({names[p].rpartition(".")[0] for p in part}) for part in found]
     assert [sum(sizes[unit] for unit in part) for part in units] == [5, 5, 5, 5]
     assert units[2] == [f"blocks.{index}" for index in (0, 10, 2, 4, 6)]
-    with pytest.raises(ValueError, match=r"fragments=15\)` is not supported: the model has 14 unit"):
+    with pytest.raises(
+        ValueError, match=r"fragments=15\)` is not supported: the model has 14 unit"
+    ):
         _fragments(names, sizes, 15)

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from lq_lightning import LocalSteps, QuantizedFSDPStrategy, QuantizedPrecision
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
-from lq_lightning.optim import OptimizerQuantization
+from lq_lightning.optim import OptimizerQuantization, QuantizedMuon, muon_groups
 from lq_lightning.strategies import failures
 from lq_lightning.strategies.failures import LostRankError, StopSignal
 
@@ -62,6 +62,7 @@ trainer:
 """
 
 
+EIGHT_BITS = OptimizerQuantization(min_numel=64)
 AVERAGES = "{every: 1, outer_lr: 1.0, outer_momentum: 0.0, bits: null}"
 
 
@@ -99,9 +100,10 @@ def _fit(root: str, strategy: Any, model: TinyModule | None = None, **options: A
     model = model or module()
     losses, path = Losses(), options.pop("ckpt_path", None)
     validation = loader(16) if options.pop("validates", False) else None
+    batches = options.pop("batches", BATCHES)
     callbacks = [losses, *options.pop("callbacks", [])]
     run = trainer(strategy, root, 4, callbacks=callbacks, **options)
-    run.fit(model, loader(16 * BATCHES), validation, ckpt_path=path)
+    run.fit(model, loader(16 * batches), validation, ckpt_path=path)
     return run, losses.values
 
 
@@ -280,6 +282,57 @@ def _resumes(rank: int, root: str) -> None:
     assert not _alike(moments(run))  # nodes keep moments of their own
 
 
+class WithMuon(TinyModule):
+    """Matrices have Muon."""
+
+    def configure_optimizers(self) -> Any:
+        return QuantizedMuon(muon_groups(self), lr=self.lr, quantization=EIGHT_BITS)
+
+
+class Flights(Callback):
+    """Whether a fragment is under way after batches, and nodes are alike when they end."""
+
+    def __init__(self) -> None:
+        self.under_way: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        outer = trainer.strategy._groups._outer  # type: ignore[attr-defined]
+        self.under_way.append(outer._flight is not None)
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        assert not self.under_way or _alike(list(weights(module).values()))
+
+
+def _resumes_in_flight(rank: int, root: str) -> None:
+    """A checkpoint ends the flight of a fragment; with Muon, 2 bits and accumulated gradients."""
+    steps = LocalSteps(every=4, fragments=2, delay=2, bits=2, error_feedback=True)
+
+    def options() -> dict[str, Any]:
+        strategy = QuantizedFSDPStrategy(local_steps=steps, **NODES)
+        return {"strategy": strategy, "max_epochs": 2, "accumulate_grad_batches": 2, "batches": 6}
+
+    saves = ModelCheckpoint(f"{root}/flown", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+    seen, model = Flights(), WithMuon()
+    callbacks = [seen, saves]
+    run, losses = _fit(
+        root, model=model, callbacks=callbacks, enable_checkpointing=True, **options()
+    )
+    # of three steps an epoch, the second one sends a fragment, which the third does not merge
+    assert seen.under_way == [False, False, False, True, True, True] * 2
+    path = f"{root}/flown/epoch=0.ckpt"
+    resumed, rest = _fit(root, model=WithMuon(lr=0.5), ckpt_path=path, **options())
+    assert rest == losses[6:]
+    (first, states), (second, same) = _outcome(run), _outcome(resumed)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert all(torch.equal(value, same[key]) for key, value in states.items())
+
+
+def _refuses_few_units(rank: int, root: str) -> None:
+    strategy = QuantizedFSDPStrategy(local_steps=LocalSteps(fragments=9), **NODES)
+    with pytest.raises(ValueError, match=r"fragments=9\)` is not supported: the model has \d unit"):
+        _fit(root, strategy)
+
+
 def _outcome(run: pl.Trainer) -> tuple[dict[str, Tensor], dict[tuple[int, str], Tensor]]:
     """Weights, and this rank's moments by number and name."""
     states = run.optimizers[0].state_dict()["state"].items()
@@ -311,8 +364,9 @@ def _continues_elsewhere(rank: int, root: str) -> None:
 
 
 def _all(rank: int, world_size: int, root: str) -> None:
-    for check in (_averages, _together, _resumes, _continues_elsewhere):
+    for check in (_averages, _together, _resumes, _continues_elsewhere, _resumes_in_flight):
         check(rank, root)
+    _refuses_few_units(rank, root)
     _raises(rank, root)
     _refuses_other_shards(rank, root)
     _refuses_other_models(rank, root)
