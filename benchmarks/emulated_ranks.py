@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+from emulated_nodes import Local
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
@@ -67,12 +68,14 @@ class Plan:
     Attributes:
         exact: Regular expression of parameters that travel in full precision all the same.
         optimizer: ``"adamw"``, or for matrices ``"muon"`` (torch's) or ``"muon8"``.
+        local: Let nodes train alone; weights and gradients are then in full precision.
     """
 
     weights: Codes | None = None
     gradients: Codes | None = None
     exact: str | None = None
     optimizer: Literal["adamw", "muon", "muon8"] = "adamw"
+    local: Local | None = None
 
 
 class Unit:

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from common import argument_parser, choices, free_memory, synchronize, table, write_report
 from corpus import Corpus, load, tokens_folder
+from emulated_ranks import Plan
 from loss_variants import BASELINE, PERTURBED, PRESETS, VARIANTS, VOCABULARY_CODE, Preset
 from stacked_models import losses, losses_of_compiled_blocks
 from stacked_training import Lane, StackedTraining
@@ -69,8 +70,9 @@ def train(
     began = time.perf_counter()
     if name == PERTURBED:
         lanes = [replace(lane, start=lane.start + 1) for lane in lanes]
-    training = start(lanes, corpus, args, trunk, VARIANTS[name].optimizer)
+    training = start(lanes, corpus, args, trunk, VARIANTS[name])
     first, kept = training.step, take_steps(training, name, training.preset.steps)
+    training.meet()
     found = training.validate().tolist()
     main = found
     if VARIANTS[name].weights is not None:  # else ranks have the master weights
@@ -96,11 +98,11 @@ def start(
     corpus: Corpus,
     args: argparse.Namespace,
     trunk: StackedTraining | None = None,
-    optimizer: str = "adamw",
+    plan: Plan = VARIANTS[BASELINE],
 ) -> StackedTraining:
     """Return trainings that have not begun, or that continue a trunk."""
     sizes = (args.sizes, lanes, args.nodes, args.node_size, args.forward)
-    return StackedTraining(corpus, args.device, *sizes, trunk, optimizer)
+    return StackedTraining(corpus, args.device, *sizes, trunk, plan.optimizer, plan.local)
 
 
 def take_steps(training: StackedTraining, name: str, last: int) -> Tensor:
@@ -184,6 +186,11 @@ def report(args: argparse.Namespace, runs: Runs, corpus: Corpus) -> None:
         "corpus_tokens": corpus.num_tokens,
         "train_tokens": tokens,
         "train_passes": round(tokens / (corpus.train.shape[0] * preset.seq), 3),
+        "bits_per_step": {
+            name: VARIANTS[name].local.bits  # type: ignore[union-attr]
+            for name in runs
+            if VARIANTS[name].local is not None
+        },
         "val_tokens": min(preset.val_blocks, len(corpus.val)) * preset.seq,
         "variants": in_order(runs),
     }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
+from emulated_nodes import Local
 from emulated_ranks import Codes, Plan
 from stacked_models import Sizes
 from table import BASELINE, PERTURBED
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
+from lq_lightning.data_parallel import GradientQuantization, LocalSteps, WeightQuantization
 from lq_lightning.kernels.message import CODES
 
 
@@ -41,7 +42,7 @@ class Preset(Sizes):
     floor: float = 0.1
 
 
-_SMOKE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "seq": 32, "vocab": 0}
+_SMOKE: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 2, "seq": 32, "vocab": 0}
 _SMOKE |= {"batch": 1, "steps": 10, "lr": 2e-3, "val_blocks": 8, "dtype": "float32"}
 # At a rate of 3e-3 chance alone moves the loss by 0.6% (one deviation); at 1e-3 by 0.01%.
 _TINY: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 2, "seq": 64, "vocab": 512}
@@ -114,6 +115,50 @@ _SHORT: dict[str, Any] = {"group_size": 64, "scale_dtype": "bfloat16"}
 _NF4: dict[str, Any] = {"code": "nf4", "hadamard_size": 128}
 _EIGHT = Codes(inter=replace(_LONG_GROUPS, code="int8"))
 
+
+def _local(optimizer: Literal["adamw", "muon8"] = "adamw", every: int = 32, **changes: Any) -> Plan:
+    """Return local steps: some changes are of ``Local``, others of ``LocalSteps``."""
+    own = {field.name for field in fields(Local)} & changes.keys()
+    steps = LocalSteps(every=every, **{k: v for k, v in changes.items() if k not in own})
+    return Plan(
+        optimizer=optimizer, local=Local(steps=steps, **{name: changes[name] for name in own})
+    )
+
+
+_FEED: dict[str, Any] = {"error_feedback": True}
+_TWO: dict[str, Any] = {"bits": 2, **_FEED}
+_STREAM: dict[str, Any] = {"fragments": 4, "delay": 8}
+# Two bits of a group's range instead of its largest magnitude: as many bytes with shorter scales.
+_RANGE = replace(_INTER, code="int2", symmetric=False, scale_dtype="bfloat16")
+_SPARSE: dict[str, Any] = {"codec": replace(_RANGE, hadamard_size=0), "density": 0.03}
+_SPARSE |= {"decay": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0, **_FEED}
+LOCAL: dict[str, Plan] = {
+    "local": _local(),  # the library's default
+    "local, fp32": _local(bits=None),
+    "local, feedback": _local(**_FEED),
+    "local, 2 bits": _local(bits=2),
+    "local, 2 bits, feedback": _local(**_TWO),
+    "local, 2 bits of the range, feedback": _local(codec=_RANGE, **_FEED),
+    "local, 2 bits of the range, in weights": _local(codec=_RANGE, in_weights=True),
+    "local, fragments": _local(fragments=4),
+    "local, fragments, delay": _local(**_STREAM),
+    "local, fragments, delay, feedback": _local(**_STREAM, **_FEED),
+    "local, fragments, delay, 2 bits of the range, feedback": _local(
+        codec=_RANGE, **_STREAM, **_FEED
+    ),
+    "local, sparse": _local(**_SPARSE),
+    # To be compared with "muon8".
+    "muon8, local": _local("muon8"),
+    "muon8, local, fp32": _local("muon8", bits=None),
+    "muon8, local, 2 bits, feedback": _local("muon8", **_TWO),
+    "muon8, local, 2 bits of the range, feedback": _local("muon8", codec=_RANGE, **_FEED),
+    "muon8, local, fragments, delay, feedback": _local("muon8", **_STREAM, **_FEED),
+    "muon8, local, fragments, delay, 2 bits of the range, feedback": _local(
+        "muon8", codec=_RANGE, **_STREAM, **_FEED
+    ),
+    "muon8, local, sparse": _local("muon8", **_SPARSE),
+}
+
 VARIANTS: dict[str, Plan] = {
     BASELINE: Plan(),
     PERTURBED: Plan(),  # from weights that are 0.1% off
@@ -144,4 +189,5 @@ VARIANTS: dict[str, Plan] = {
     "differences, INT4, groups of 2048": _differences(),
     "differences, short groups": _differences(group_size=128, scale_dtype="bfloat16"),
     "differences, NF4": _differences(**_NF4),
+    **LOCAL,
 }

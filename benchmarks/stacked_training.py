@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from corpus import Corpus
+from emulated_nodes import EmulatedNodes, Local
 from emulated_ranks import EmulatedRanks, Plan, Tensors, Unit
 from loss_variants import Preset
 from stacked_models import initial, losses, shapes, units, vocabulary
@@ -98,6 +99,8 @@ class StackedTraining:
         trunk: A training of the same seeds to continue, with its weights, moments and step; lanes
             that do not start at 0 take its weights 0.1% off. Without it weights are drawn.
         optimizer: As of ``Plan``. Muon takes over a trunk's moments of AdamW, but no momentum.
+        local: Let nodes train alone: S is then the number of trainings times that of their nodes,
+            except in what methods return.
 
     Attributes:
         masters: fp32 weights ``[S, ...]``, which the optimizer updates.
@@ -117,10 +120,13 @@ class StackedTraining:
         forward: Losses = losses,
         trunk: StackedTraining | None = None,
         optimizer: str = "adamw",
+        local: Local | None = None,
     ) -> None:
-        world = nodes * node_size
+        every, alone = nodes * node_size, nodes if local is not None else 1
+        world = every // alone
         self.preset, self.lanes, self.step = preset, tuple(lanes), 0
-        self.world_size, self._forward = world, forward
+        self.world_size, self._forward, self._alone = world, forward, alone
+        self._rows = tuple(lane for lane in lanes for _ in range(alone))
         self.train, self.val = corpus.on(device) if trunk is None else (trunk.train, trunk.val)
         shape_of = shapes(preset, corpus.vocab)
         words = vocabulary(list(shape_of))
@@ -128,11 +134,12 @@ class StackedTraining:
             unit: Unit({name: shape_of[name] for name in names}, world, words)
             for unit, names in units(list(shape_of)).items()
         }
-        self.ranks = EmulatedRanks(parts, nodes, node_size, getattr(torch, preset.dtype))
+        self.ranks = EmulatedRanks(parts, nodes // alone, node_size, getattr(torch, preset.dtype))
         if trunk:
             drawn = trunk.branch(self.lanes)
         else:
             drawn = start_weights(preset, corpus.vocab, self.lanes)
+        drawn = {name: weight.repeat_interleave(alone, dim=0) for name, weight in drawn.items()}
         self.masters = {n: w.to(device, copy=True).requires_grad_() for n, w in drawn.items()}
         self.norms: list[Tensor] = []
         self._matrices: dict[str, list[Tensor]] = {}  # of Muon, by lane
@@ -146,9 +153,13 @@ class StackedTraining:
         if trunk is not None:
             self.step = trunk.step
             self._take_moments(trunk)
-        orders = [order_of(len(self.train), preset, lane.seed, world) for lane in self.lanes]
-        self._order = torch.stack(orders, dim=1).to(device)  # [steps, S, W, batch]
+        orders = [order_of(len(self.train), preset, lane.seed, every) for lane in self.lanes]
+        by_node = torch.stack(orders, dim=1).unflatten(2, (alone, world))
+        self._order = by_node.flatten(1, 2).to(device)  # [steps, S, W, batch]
         self.ranks.publish(self.masters, Plan())
+        self.nodes: EmulatedNodes | None = None
+        if local is not None:
+            self.nodes = EmulatedNodes(local, nodes, self.masters, units(list(shape_of)))
 
     def _take_moments(self, trunk: StackedTraining) -> None:
         """Copy the moments of the parameters that AdamW updates."""
@@ -156,7 +167,10 @@ class StackedTraining:
         own = {id(master): trunk.masters[name] for name, master in self.masters.items()}
         params = [param for group in taken.param_groups for param in group["params"]]
         entries = {
-            index: trunk.optimizers[0].state[own[id(param)]]
+            index: {
+                key: value.repeat_interleave(self._alone, dim=0) if value.dim() else value
+                for key, value in trunk.optimizers[0].state[own[id(param)]].items()
+            }
             for index, param in enumerate(params)
             if id(param) in own
         }
@@ -187,7 +201,7 @@ class StackedTraining:
 
     def backward(self) -> tuple[Tensor, Tensors]:
         """Return mean losses ``[S]`` and the gradients ``[S, W, ...]`` of the next batches."""
-        lanes, world = len(self.lanes), self.world_size
+        lanes, world = len(self._rows), self.world_size
         rows = self._order[self.step].flatten(0, 1)  # [S * W, batch]
         tokens, targets = inputs_and_targets(self.train[rows])
         weights = {
@@ -205,7 +219,7 @@ class StackedTraining:
         gradients = self.ranks.reduce(sent, plan)
         squares = [gradients[name].flatten(1).square().sum(dim=1) for name in self.masters]
         norms = torch.stack(squares).sum(dim=0).sqrt()
-        self.norms.append(norms)
+        self.norms.append(self._mean_of_nodes(norms))
         clip = (CLIP / (norms + 1e-6)).clamp(max=1.0)
         for name, master in self.masters.items():
             master.grad = gradients[name] * clip.view(-1, *[1] * (master.dim() - 1))
@@ -219,9 +233,20 @@ class StackedTraining:
             optimizer.zero_grad(set_to_none=True)
         for name in self._matrices:
             self.masters[name].grad = None
+        if self.nodes is not None:
+            self.nodes.after_step(self.masters)
         self.ranks.publish(self.masters, plan)
         self.step += 1
-        return found
+        return self._mean_of_nodes(found)
+
+    def _mean_of_nodes(self, values: Tensor) -> Tensor:
+        return values.view(-1, self._alone).mean(dim=1)
+
+    def meet(self) -> None:
+        """Bring nodes together that train alone."""
+        if self.nodes is not None:
+            self.nodes.meet(self.masters)
+            self.ranks.publish(self.masters, Plan())
 
     @torch.no_grad()
     def validate(self, weights: Tensors | None = None) -> Tensor:
@@ -237,7 +262,7 @@ class StackedTraining:
                 f"{len(self.val)} validation blocks do not fill a batch of {size}: give more text"
             )
         weights, lanes = self.ranks.weights() if weights is None else weights, len(self.lanes)
-        weights = {name: w.to(self.ranks.dtype) for name, w in weights.items()}
+        weights = {name: w[:: self._alone].to(self.ranks.dtype) for name, w in weights.items()}
         total = torch.zeros(lanes, device=self.val.device, dtype=torch.float64)
         for rows in self.val[:count].split(size):
             tokens, targets = (x.expand(lanes, -1, -1) for x in inputs_and_targets(rows))

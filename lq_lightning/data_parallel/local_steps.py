@@ -143,7 +143,7 @@ class OuterOptimizer:
         # Of which nodes know of each other that they train them: what flights have on board.
         self._agreed: set[nn.Parameter] = set()
         self._mean = NodeMean(topology.num_nodes, groups.inter, feedback=config.error_feedback)
-        self._fragments = _fragments(self._names, units, config.fragments)
+        self._fragments = deal_out(self._names, units, config.fragments)
         self._flight: _Flight | None = None
         self._stage = StreamStage() if streams.has_streams(device) else None
         self._votes = MaxReduction(device, torch.int64)
@@ -480,7 +480,7 @@ def _padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def _fragments(
+def deal_out(
     names: Mapping[nn.Parameter, str], units: Iterable[str], count: int
 ) -> list[list[nn.Parameter]]:
     """Deal out units, the largest first, each to the fragment with the fewest elements.

@@ -17,7 +17,7 @@ from lq_lightning.foundation import streams
 from lq_lightning.foundation.streams import StreamStage
 
 # Of errors of rounding between two messages. They are a fraction of the values that were sent.
-_ERRORS = CodecSpec(code="int8", group_size=128)
+ERRORS = CodecSpec(code="int8", group_size=128)
 
 Collectives = Generator[dist.Work | None, None, Tensor]
 
@@ -140,8 +140,8 @@ class NodeMean:
         numel, error = rows.shape[1], self._errors.get(key)
         if error is not None:
             streams.record_use(error)
-            decode(_ERRORS, error, numel, out=rows, add=True)
+            decode(ERRORS, error, numel, out=rows, add=True)
         messages = encode(codec, rows)
         decode(codec, messages, numel, scale=-1.0, out=rows, add=True)
-        self._errors[key] = encode(_ERRORS, rows)
+        self._errors[key] = encode(ERRORS, rows)
         return messages

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lq_lightning._compat.tensors import to_sharded_dtensor
 from lq_lightning.codecs import CodecSpec, decode, encode
 from lq_lightning.data_parallel import LocalSteps
-from lq_lightning.data_parallel.local_steps import _fragments
+from lq_lightning.data_parallel.local_steps import deal_out
 from lq_lightning.foundation.streams import StreamStage
 
 # By their sizes: the largest parameter first, each to the smaller fragment.
@@ -266,11 +266,11 @@ def test_blocks_are_strided_over_the_depth() -> None:
         for unit, size in sizes.items()
         for part in ("weight", "bias")
     }
-    found = _fragments(names, ["blocks.1", *sizes], 4)
+    found = deal_out(names, ["blocks.1", *sizes], 4)
     units = [sorted({names[p].rpartition(".")[0] for p in part}) for part in found]
     assert [sum(sizes[unit] for unit in part) for part in units] == [5, 5, 5, 5]
     assert units[2] == [f"blocks.{index}" for index in (0, 10, 2, 4, 6)]
     with pytest.raises(
         ValueError, match=r"fragments=15\)` is not supported: the model has 14 unit"
     ):
-        _fragments(names, sizes, 15)
+        deal_out(names, sizes, 15)
