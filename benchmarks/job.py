@@ -12,9 +12,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -69,6 +69,7 @@ class Variant:
         rank: Rank of ``"powersgd"``.
         every: Steps that nodes train alone, each with a model sharded over its ranks (local steps);
             0 for none.
+        outer: Further options of ``LocalSteps``.
         optimizer: AdamW; or, for matrices, ``torch.optim.Muon``, or ``QuantizedMuon`` with states
             in fp32 or 8 bits.
     """
@@ -81,6 +82,7 @@ class Variant:
     ddp: Literal["none", "bf16", "8-bit", "powersgd"] | None = None
     rank: int = 32
     every: int = 0
+    outer: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Literal["adamw", "muon", "muon32", "muon8"] = "adamw"
 
     def make_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -98,6 +100,10 @@ class Variant:
             states = OptimizerQuantization(first_moment="float32", second_moment="float32")
         kept = embedding_weights(model)
         return [QuantizedMuon(groups, **options, quantization=states, full_precision=kept)]
+
+
+def _overlapped(every: int) -> dict[str, Any]:
+    return {"bits": 2, "error_feedback": True, "fragments": 4, "delay": every // 4}
 
 
 def _quantized(**gradients: Any) -> Variant:
@@ -120,6 +126,7 @@ VARIANTS = {
     "ddp-powersgd-8": Variant(ddp="powersgd", rank=8),
     "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
     **{f"local-{every}": Variant(every=every) for every in (8, 16, 32, 64)},
+    **{f"local-{n}-overlapped": Variant(every=n, outer=_overlapped(n)) for n in (32, 48, 64)},
     "no-communication": Variant(communicate=False),
     **{f"fsdp2-{name}": Variant(optimizer=name) for name in ("muon", "muon32", "muon8")},  # type: ignore[arg-type]
     "ddp-muon": Variant(ddp="none", optimizer="muon"),
@@ -212,20 +219,21 @@ class Job:
             for optimizer in self.optimizers:
                 self.communication.register_optimizer(optimizer)
         if variant.every:
-            self._train_alone(variant.every, mesh)
+            self._train_alone(variant.every, variant.outer, mesh)
 
-    def _train_alone(self, every: int, mesh: DeviceMesh) -> None:
+    def _train_alone(self, every: int, outer: Mapping[str, Any], mesh: DeviceMesh) -> None:
         """Let nodes train alone, with an outer step every so many steps."""
         if dist.group.WORLD is None:
             raise AssertionError("a job has a default process group")
         lr = 0.7 if every > 16 else 0.5  # ended lowest in many short runs
         self.local = OuterOptimizer(
-            LocalSteps(every=every, outer_lr=lr),
+            LocalSteps(every=every, outer_lr=lr, **outer),
             self.topology,
             RankGroups(dist.group.WORLD, mesh.get_group(DATA), mesh.get_group("node")),
             names={p: name for name, p in self.model.named_parameters()},
             min_quantized_numel=4096,
             device=self.device,
+            units=["head", *(f"blocks.{index}" for index in range(len(self.model.blocks)))],
         )
 
     def _replicate(self, variant: Variant, compile_blocks: bool) -> None:
@@ -282,7 +290,7 @@ class Job:
         if self.local is not None:
             self.local.steps += 1
             if self.local.is_due:
-                self.local.outer_step()
+                self.local.exchange()
 
     def step(self) -> Tensor:
         """Train one step; return the loss, still on the device."""
