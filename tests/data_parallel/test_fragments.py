@@ -20,7 +20,7 @@ from lq_lightning.data_parallel.local_steps import deal_out
 from lq_lightning.foundation.streams import StreamStage
 
 # By their sizes: the largest parameter first, each to the smaller fragment.
-FRAGMENTS = {1: {name: 0 for name in SHAPES}, 2: {"uneven": 0, "tall": 1, "vector": 1}}
+FRAGMENTS = {1: dict.fromkeys(SHAPES, 0), 2: {"uneven": 0, "tall": 1, "vector": 1}}
 EIGHT = CodecSpec(code="int8", group_size=128)
 FRAGMENTS[3] = {"uneven": 0, "tall": 1, "vector": 2}
 

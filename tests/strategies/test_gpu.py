@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,28 @@ def test_two_gpus_train_alone_and_are_brought_together(tmp_path: Path) -> None:
 @pytest.mark.gpu(4)
 def test_two_nodes_of_two_gpus_train_alone(tmp_path: Path) -> None:
     run_trainer(_trains_alone, 4, str(tmp_path), 2)
+
+
+def _trains_while_fragments_travel(rank: int, world: int, root: str, node_size: int) -> None:
+    """Nodes end together, near ranks that never part, and do so again."""
+    exact = _fit(root, world, {"weights": "none", "gradients": "none"})[1]
+    local = LocalSteps(every=2, fragments=2, delay=1, outer_lr=1.0, outer_momentum=0.0, bits=4)
+    local = replace(local, error_feedback=True)
+    run, losses = _fit(root, world, {"local_steps": local, "node_size": node_size}, max_epochs=2)
+    assert same_on_all_ranks(list(weights(run.lightning_module).values()))
+    assert max(abs(a - b) for a, b in zip(losses, exact, strict=False)) < 0.3
+    again = _fit(root, world, {"local_steps": local, "node_size": node_size}, max_epochs=2)[1]
+    assert again == losses
+
+
+@pytest.mark.gpu(2)
+def test_fragments_travel_between_two_gpus(tmp_path: Path) -> None:
+    run_trainer(_trains_while_fragments_travel, 2, str(tmp_path), 1)
+
+
+@pytest.mark.gpu(4)
+def test_fragments_travel_between_two_nodes_of_two_gpus(tmp_path: Path) -> None:
+    run_trainer(_trains_while_fragments_travel, 4, str(tmp_path), 2)
 
 
 def _off_and_compiled(rank: int, world: int, root: str) -> None:
