@@ -6,7 +6,6 @@ each rank sends the change of its shard to the ranks that hold the same shard in
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -22,19 +21,13 @@ from lq_lightning.data_parallel.config import LocalSteps
 from lq_lightning.data_parallel.node_mean import NodeMean, Transfer
 from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation import streams
-from lq_lightning.foundation.agreement import begin_check, check_same_entries, describe
+from lq_lightning.foundation.agreement import begin_check, describe
 from lq_lightning.foundation.groups import RankGroups, distrust_groups
 from lq_lightning.foundation.streams import MaxReduction, StreamStage
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.kernels.checksum import checksums
 
 _BUCKET_NUMEL = 1 << 24  # an outer step takes the memory of one bucket, in fp32
-_DIFFER = "nodes do not train the same parameters"
-_ADVICE = (
-    "With `local_steps` all nodes train the same ones, from the same step on: give optimizers the "
-    "same parameters and set `requires_grad` alike on every rank (or, if nodes run out of batches "
-    "at different times, give every rank equally many)."
-)
 
 
 class _Kept(NamedTuple):
@@ -105,17 +98,9 @@ class OuterOptimizer:
 
     so that each step of a node is in one ``d``. Only an :meth:`outer_step` makes nodes equal then.
 
-    Args:
-        config: Options of outer steps.
-        topology: All ranks and nodes.
-        groups: Their process groups.
-        names: Fully qualified names of the parameters of this node's copy.
-        min_quantized_numel: Parameters with fewer elements are sent in fp32, as are 1-D ones.
-        device: Device from which groups send.
-        units: Names of modules whose parameters are in one fragment.
-
-    Raises:
-        ValueError: There are fewer units than fragments.
+    ``names`` has the fully qualified names of the parameters of this node's copy, ``units`` those
+    of modules that are not divided between fragments; fewer than fragments are refused. Parameters
+    with fewer than ``min_quantized_numel`` elements are sent in fp32, as are 1-D ones.
     """
 
     def __init__(
@@ -172,7 +157,7 @@ class OuterOptimizer:
         self._trained.update(trained)
         new = [p for p in trained if p not in self._kept]
         if new:
-            self._check("new", new)
+            self._begin_check("new", new)()
             weights = [local_tensor(p) for p in new]
             start_alike(weights, self._groups.inter, self._device)
             for parameter, weight in zip(new, weights, strict=True):
@@ -213,6 +198,7 @@ class OuterOptimizer:
         sends = {every * (index + 1) // count % every: index for index in range(count)}
         return sends.get(self.steps % every) if self.steps else None
 
+    @torch.no_grad()
     def exchange(self) -> Collection[nn.Parameter]:
         """Send and merge what is due after this step; all ranks call it if :attr:`is_due`.
 
@@ -226,13 +212,13 @@ class OuterOptimizer:
         if flight is not None and self.steps == flight.landing:
             written += self._land()
         elif flight is not None and self.steps == flight.halfway:
-            for _, transfer, _ in flight.parts:
-                transfer.advance()
+            for part in flight.parts:
+                part[1].advance()
         if fragment is not None and self._config.delay:
             self._send(self._fragments[fragment])
         elif fragment is not None:
             parameters = [p for p in self._fragments[fragment] if p in self._trained]
-            self._check_steps(parameters)
+            self._begin_check("trained", parameters, self._kept)()
             self._average(parameters)
             written += parameters
         return written
@@ -251,7 +237,7 @@ class OuterOptimizer:
         """
         written = self._land()
         parameters = [p for p in self._names if p in self._trained]
-        self._check_steps(parameters)
+        self._begin_check("trained", parameters, self._kept)()
         for fragment in self._fragments:  # by itself, as errors of rounding are kept
             self._average([p for p in fragment if p in self._trained])
         self.steps = 0
@@ -267,64 +253,49 @@ class OuterOptimizer:
         )
         self.outer_step()
 
-    def _check(
-        self, state: str, parameters: Iterable[nn.Parameter], bad: Sequence[int] = ()
-    ) -> list[int]:
-        """Compare nodes; one in an outer step and one in ``begin_step`` meet here and differ."""
-        return check_same_entries(
-            self._entries(state, parameters),
-            self._groups.every,
-            self._device,
-            differ=_DIFFER,
-            advice=_ADVICE,
-            votes=[self.steps, -self.steps, *(bad or [0] * self._topology.num_nodes)],
-        )
+    def _begin_check(
+        self, state: str, parameters: Iterable[nn.Parameter], finite: Iterable[nn.Parameter] = ()
+    ) -> Callable[[], None]:
+        """Begin to compare what nodes train, and whether some weights are finite.
 
-    def _entries(self, state: str, parameters: Iterable[nn.Parameter]) -> dict[str, str]:
-        return {self._names[p]: f"{state} ({describe(p)})" for p in parameters}
-
-    def _bad_nodes(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return a one for this node if its weights are not finite, zeros for the others."""
-        weights = [w for p in parameters if (w := local_tensor(p)).numel()]
-        largest = torch.nn.utils.get_total_norm(weights, float("inf"))
+        Returns a function that ends it, and raises on all ranks if nodes do not match. One in an
+        outer step and one in ``begin_step`` meet here and differ.
+        """
         bad = torch.zeros(self._topology.num_nodes, dtype=torch.int64, device=self._device)
-        bad[self._topology.node].copy_(~torch.isfinite(largest))
-        return bad
-
-    def _check_steps(self, parameters: Iterable[nn.Parameter]) -> None:
-        bad = self._bad_nodes(self._kept)
-        self._judge(self.steps, self._check("trained", parameters, bad.tolist()))
-
-    def _begin_check(self, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-        """Begin to compare nodes in the background; the result ends it, with their errors."""
+        if weights := [w for p in finite if (w := local_tensor(p)).numel()]:
+            largest = torch.nn.utils.get_total_norm(weights, float("inf"))
+            bad[self._topology.node].copy_(~torch.isfinite(largest))
         steps = self.steps
         finish = begin_check(
-            self._entries("trained", parameters),
+            {self._names[p]: f"{state} ({describe(p)})" for p in parameters},
             self._groups.every,
             self._votes,
-            differ=_DIFFER,
-            advice=_ADVICE,
+            differ="nodes do not train the same parameters",
+            advice="With `local_steps` all nodes train the same ones, from the same step on: give "
+            "optimizers the same parameters and set `requires_grad` alike on every rank (or, if "
+            "nodes run out of batches at different times, give every rank equally many).",
             votes=[steps, -steps],
-            more=self._bad_nodes(self._kept),
+            more=bad,
         )
-        return lambda: self._judge(steps, finish())
 
-    def _judge(self, steps: int, votes: list[int]) -> None:
-        most, least, *bad = votes
-        if most != -least:
-            raise RuntimeError(
-                f"nodes have taken {-least} to {most} optimizer steps since they were brought "
-                "together, or some ran out of batches. All of them need the same number: give "
-                "every rank equally many batches."
-            )
-        if any(bad):
-            found = ", ".join(str(node) for node, flag in enumerate(bad) if flag)
-            raise RuntimeError(
-                f"the weights of node {found} are not finite any more after {steps} steps of "
-                "their own. Nothing was exchanged, since all nodes would get them. Resume from the "
-                "last checkpoint, with a lower learning rate, `gradient_clip_val`, or "
-                "`skip_nonfinite_steps=True`, with which a node leaves out such a step."
-            )
+        def end() -> None:
+            most, least, *bad = finish()
+            if most != -least:
+                raise RuntimeError(
+                    f"nodes have taken {-least} to {most} optimizer steps since they were brought "
+                    "together, or some ran out of batches. All of them need the same number: give "
+                    "every rank equally many batches."
+                )
+            if any(bad):
+                found = ", ".join(str(node) for node, flag in enumerate(bad) if flag)
+                raise RuntimeError(
+                    f"the weights of node {found} are not finite any more after {steps} steps of "
+                    "their own. Nothing was merged, since all nodes would get them. Resume from "
+                    "the last checkpoint, with a lower learning rate, `gradient_clip_val`, or "
+                    "`skip_nonfinite_steps=True`, with which a node leaves out such a step."
+                )
+
+        return end
 
     def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[_Bucket]:
         """Yield the buckets of parameters, which are in the order of names.
@@ -361,7 +332,6 @@ class OuterOptimizer:
             self._apply(bucket, flat, parameters)
         self._trained.difference_update(parameters)
 
-    @torch.no_grad()
     def _send(self, fragment: list[nn.Parameter]) -> None:
         """Let a fragment take off.
 
@@ -370,7 +340,7 @@ class OuterOptimizer:
         is sent a cycle later, and what is not trained any more goes along once, and is not merged.
         """
         trained = [p for p in fragment if p in self._trained]
-        check, parts = self._begin_check(trained), []
+        check, parts = self._begin_check("trained", trained, self._kept), []
         on_board = [p for p in fragment if p in self._agreed]
         for bucket in self._buckets(on_board):
             flat = self._difference(bucket)
@@ -385,7 +355,6 @@ class OuterOptimizer:
         halfway = self.steps + self._config.delay // 2
         self._flight = _Flight(check, halfway, landing, parts, merged)
 
-    @torch.no_grad()
     def _land(self) -> list[nn.Parameter]:
         """Merge the fragment under way, if there is one."""
         flight = self._flight
@@ -485,7 +454,7 @@ def deal_out(
 ) -> list[list[nn.Parameter]]:
     """Deal out units, the largest first, each to the fragment with the fewest elements.
 
-    So equal blocks are strided over the depth of the model. It depends on names and sizes alone.
+    So equal blocks are strided over depth. It depends on names and sizes, alike on all nodes.
     """
     owners = sorted(units, key=len, reverse=True)
     members: dict[str, list[nn.Parameter]] = {}
@@ -500,16 +469,11 @@ def deal_out(
         )
     sizes = {unit: sum(p.numel() for p in found) for unit, found in members.items()}
     loads, dealt = [0] * count, {}
-    for unit in sorted(members, key=lambda unit: (-sizes[unit], _by_number(unit))):
+    for unit in sorted(members, key=lambda unit: (-sizes[unit], len(unit), unit)):
         dealt[unit] = fragment = loads.index(min(loads))
         loads[fragment] += sizes[unit]
     fragment_of = {p: dealt[unit] for unit, found in members.items() for p in found}
     return [[p for p in names if fragment_of[p] == index] for index in range(count)]
-
-
-def _by_number(name: str) -> list[str | int]:
-    """Key that sorts block 10 after block 9."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @torch.no_grad()

@@ -52,12 +52,8 @@ class NodeMean:
     """Takes means over nodes of flat fp32 tensors, encoded or not.
 
     With ``feedback``, what a message has lost by rounding is kept in 8 bits and added to the values
-    of the next one with the same ``key``, in sums that are encoded again, too.
-
-    Args:
-        num_nodes: N.
-        group: One rank of each node; nothing else is sent in it meanwhile.
-        feedback: Whether errors of rounding are sent later.
+    of the next one with the same ``key``, in sums that are encoded again, too. ``group`` has one
+    rank of each node.
     """
 
     def __init__(self, num_nodes: int, group: dist.ProcessGroup, *, feedback: bool) -> None:
@@ -120,18 +116,15 @@ class NodeMean:
             received = torch.empty_like(messages)
             self.sent_nbytes += (nodes - 1) * messages.shape[1]
             yield dist.all_to_all_single(received, messages, group=self._group, async_op=True)
-            messages = self._sum_and_encode(received.unsqueeze(1), codec, numel, key)
+            if self._feedback:
+                sums = decode_reduce(codec, received.unsqueeze(1), numel)
+                messages = self._encode(sums, codec, ("sum", key))
+            else:
+                messages = decode_reduce_encode(codec, received.unsqueeze(1), numel, codec)
         every = messages.new_empty(nodes, *messages.shape)
         self.sent_nbytes += (nodes - 1) * messages.numel()
         yield all_gather_flat(every.view(-1), messages.view(-1), self._group, async_op=True)
         return every.transpose(0, 1) if nodes > 2 else every
-
-    def _sum_and_encode(
-        self, received: Tensor, codec: CodecSpec, numel: int, key: Hashable
-    ) -> Tensor:
-        if not self._feedback:
-            return decode_reduce_encode(codec, received, numel, codec)
-        return self._encode(decode_reduce(codec, received, numel), codec, ("sum", key))
 
     def _encode(self, rows: Tensor, codec: CodecSpec, key: Hashable) -> Tensor:
         """Encode rows, which become what the codes do not hold of them with ``feedback``."""

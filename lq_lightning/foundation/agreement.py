@@ -43,6 +43,34 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
+def begin_check(
+    entries: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    reduction: MaxReduction,
+    *,
+    differ: str,
+    advice: str,
+    votes: Sequence[int] = (),
+    more: Tensor | None = None,
+) -> Callable[[], list[int]]:
+    """Begin a :func:`check_same_entries`, and return a function that ends it.
+
+    All ranks of the group call both. The second returns the maxima over ranks of ``votes`` and
+    ``more``, which is on the device and not waited for. ``reduction`` reduces int64.
+    """
+    text = repr(sorted(entries.items())).encode()
+    own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
+    read = reduction.start([own, ~own, *votes], group, more)  # min(x) == ~max(~x)
+
+    def finish() -> list[int]:
+        most, least, *rest = read()
+        if most != ~least:
+            raise ValueError(f"{differ}: {_first_difference(entries, group)}. {advice}")
+        return rest
+
+    return finish
+
+
 def check_same_entries(
     entries: Mapping[str, str],
     group: dist.ProcessGroup | None,
@@ -50,8 +78,7 @@ def check_same_entries(
     *,
     differ: str,
     advice: str,
-    votes: Sequence[int] = (),
-) -> list[int]:
+) -> None:
     """Check that ranks are about to exchange the same tensors, in one small all-reduce.
 
     Only hashes are sent, unless they differ. All ranks of the group (``None``: the world) call it.
@@ -62,69 +89,21 @@ def check_same_entries(
         device: Device from which the group sends.
         differ: Beginning of the error, such as "ranks have different buffers".
         advice: End of the error: what to do about it.
-        votes: Integers to reduce as well, equally many on every rank; returns their maxima.
 
     Raises:
         ValueError: On all ranks: entries differ; names the first one.
     """
-    vote = torch.tensor([*_extremes(entries), *votes], dtype=torch.int64, device=device)
-    dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
-    return _compare(entries, group, vote.tolist(), differ, advice)
+    reduction = MaxReduction(device, torch.int64)
+    begin_check(entries, group, reduction, differ=differ, advice=advice)()
 
 
-def begin_check(
-    entries: Mapping[str, str],
-    group: dist.ProcessGroup,
-    reduction: MaxReduction,
-    *,
-    differ: str,
-    advice: str,
-    votes: Sequence[int] = (),
-    more: Tensor | None = None,
-) -> Callable[[], list[int]]:
-    """Begin a :func:`check_same_entries`, and return a function that ends it.
-
-    It meets a ``check_same_entries`` of other ranks, whose votes are these and ``more``.
-
-    Args:
-        entries: As there, like what follows.
-        group: Process group.
-        reduction: Reduces int64.
-        differ: Beginning of the error.
-        advice: End of the error.
-        votes: Integers to reduce as well.
-        more: Further ones on the device, int64, which the host does not wait for.
-    """
-    read = reduction.start([*_extremes(entries), *votes], group, more)
-    return lambda: _compare(entries, group, read(), differ, advice)
-
-
-def _extremes(entries: Mapping[str, str]) -> tuple[int, int]:
-    """Return a hash whose maximum over ranks gives its minimum, too: min(x) == ~max(~x)."""
-    text = repr(sorted(entries.items())).encode()
-    own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
-    return own, ~own
-
-
-def _compare(
-    entries: Mapping[str, str],
-    group: dist.ProcessGroup | None,
-    reduced: list[int],
-    differ: str,
-    advice: str,
-) -> list[int]:
-    most, least, *rest = reduced
-    if most == ~least:
-        return rest
+def _first_difference(entries: Mapping[str, str], group: dist.ProcessGroup | None) -> str:
     every = gather_objects(dict(entries), group)
     ranks = dist.get_process_group_ranks(group)
     other = next(index for index, found in enumerate(every) if found != every[0])
     name = min(n for n in {*every[0], *every[other]} if every[0].get(n) != every[other].get(n))
     here, there = (every[index].get(name, "missing") for index in (0, other))
-    raise ValueError(
-        f"{differ}: `{name}` is {here} on rank {ranks[0]} and {there} on rank {ranks[other]}. "
-        f"{advice}"
-    )
+    return f"`{name}` is {here} on rank {ranks[0]} and {there} on rank {ranks[other]}"
 
 
 def check_alike(root: nn.Module, group: dist.ProcessGroup | None = None) -> None:

@@ -205,7 +205,7 @@ class MaxReduction:
         self._stream: torch.cuda.Stream | None = None
 
     def start(
-        self, values: Sequence[int], group: dist.ProcessGroup, more: Tensor | None = None
+        self, values: Sequence[int], group: dist.ProcessGroup | None, more: Tensor | None = None
     ) -> Callable[[], list[int]]:
         """Start the reduction of ``values`` (of the dtype, equally many on every rank).
 
