@@ -38,6 +38,8 @@ class Local:
         density: Share of the largest values of each chunk that is sent (SparseLoCo,
             arXiv:2508.15706); ``codec`` then encodes these alone.
         decay: What is left of errors of rounding in the next message.
+        mix: Merge by this share of a node's weights and the rest of the anchor, as Streaming DiLoCo
+            does (arXiv:2501.18512), instead of adding what the node has learned since.
         in_weights: Nodes keep errors of rounding in their weights, so that the next difference
             contains them. Takes no memory, but nodes never start alike.
     """
@@ -46,6 +48,7 @@ class Local:
     codec: CodecSpec | None = None
     density: float = 1.0
     decay: float = 1.0
+    mix: float | None = None
     in_weights: bool = False
 
     @property
@@ -133,10 +136,10 @@ class EmulatedNodes:
         for name in names:
             moved = self.anchors[name].repeat_interleave(self.nodes, dim=0) - masters[name]
             mean, unsent = self._mean(name, moved.flatten(1))
-            flight.means[name] = mean.view_as(self.anchors[name])
+            flight.means[name] = mean.reshape(self.anchors[name].shape)
             flight.sent[name] = masters[name].detach().clone()
             if unsent is not None:
-                flight.unsent[name] = unsent.view_as(masters[name])
+                flight.unsent[name] = unsent.reshape(masters[name].shape)
         self._trained.difference_update(names)
         self._flight = flight
 
@@ -148,8 +151,11 @@ class EmulatedNodes:
             velocity, anchor = self._velocities[name], self.anchors[name]
             velocity.mul_(momentum).add_(mean)
             anchor.sub_(mean.add(velocity, alpha=momentum), alpha=lr)
-            since = masters[name] - self._flight.sent[name]
-            masters[name].copy_(since.add_(anchor.repeat_interleave(self.nodes, dim=0)))
+            everywhere = anchor.repeat_interleave(self.nodes, dim=0)
+            if self.local.mix is not None:
+                masters[name].lerp_(everywhere, 1 - self.local.mix)
+                continue
+            masters[name].copy_((masters[name] - self._flight.sent[name]).add_(everywhere))
             if name in self._flight.unsent:
                 masters[name].sub_(self._flight.unsent[name])
         self._flight = None
@@ -160,6 +166,8 @@ class EmulatedNodes:
         exact = full_precision_reason(len(shape), rows.shape[1], torch.float32, self._least)
         if spec is None or exact:
             return _in_order(rows / self.nodes, self.nodes), None
+        length = rows.shape[1]  # zeros after it belong to the last group
+        rows = torch.nn.functional.pad(rows, (0, -length % spec.block_multiple))
         if self.local.steps.error_feedback:
             self._add_error(name, rows)
         if self.local.density < 1:
@@ -174,7 +182,7 @@ class EmulatedNodes:
         rows -= sent
         if self.local.steps.error_feedback:
             self._errors[name] = encode(ERRORS, rows)
-        return mean, rows if self.local.in_weights else None
+        return mean[:, :length], rows[:, :length] if self.local.in_weights else None
 
     def _add_error(self, name: str, rows: Tensor) -> None:
         error = self._errors.get(name)

@@ -128,34 +128,34 @@ def _local(optimizer: Literal["adamw", "muon8"] = "adamw", every: int = 32, **ch
 _FEED: dict[str, Any] = {"error_feedback": True}
 _TWO: dict[str, Any] = {"bits": 2, **_FEED}
 _STREAM: dict[str, Any] = {"fragments": 4, "delay": 8}
-# Two bits of a group's range instead of its largest magnitude: as many bytes with shorter scales.
-_RANGE = replace(_INTER, code="int2", symmetric=False, scale_dtype="bfloat16")
-_SPARSE: dict[str, Any] = {"codec": replace(_RANGE, hadamard_size=0), "density": 0.03}
+_SPARSE: dict[str, Any] = {"codec": replace(LocalSteps(bits=2).codec(), hadamard_size=0)}  # type: ignore[type-var]
+_SPARSE |= {"density": 0.03}
 _SPARSE |= {"decay": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0, **_FEED}
+_SLOW: dict[str, Any] = {"every": 48, "fragments": 4, "delay": 12, **_TWO}
 LOCAL: dict[str, Plan] = {
     "local": _local(),  # the library's default
     "local, fp32": _local(bits=None),
     "local, feedback": _local(**_FEED),
     "local, 2 bits": _local(bits=2),
     "local, 2 bits, feedback": _local(**_TWO),
-    "local, 2 bits of the range, feedback": _local(codec=_RANGE, **_FEED),
-    "local, 2 bits of the range, in weights": _local(codec=_RANGE, in_weights=True),
+    "local, 2 bits, in weights": _local(bits=2, in_weights=True),
     "local, fragments": _local(fragments=4),
-    "local, fragments, delay": _local(**_STREAM),
-    "local, fragments, delay, feedback": _local(**_STREAM, **_FEED),
-    "local, fragments, delay, 2 bits of the range, feedback": _local(
-        codec=_RANGE, **_STREAM, **_FEED
-    ),
+    **{f"local, fragments, delay {n}": _local(fragments=4, delay=n) for n in (2, 4, 8)},
+    # The rule of Streaming DiLoCo.
+    "local, fragments, delay 8, half": _local(**_STREAM, mix=0.5),
+    "local, fragments, delay 8, feedback": _local(**_STREAM, **_FEED),
+    "local, fragments, delay 8, 2 bits, feedback": _local(**_STREAM, **_TWO),
+    "local 48, fragments, delay 12, 2 bits, feedback": _local(**_SLOW),
     "local, sparse": _local(**_SPARSE),
     # To be compared with "muon8".
     "muon8, local": _local("muon8"),
     "muon8, local, fp32": _local("muon8", bits=None),
     "muon8, local, 2 bits, feedback": _local("muon8", **_TWO),
-    "muon8, local, 2 bits of the range, feedback": _local("muon8", codec=_RANGE, **_FEED),
-    "muon8, local, fragments, delay, feedback": _local("muon8", **_STREAM, **_FEED),
-    "muon8, local, fragments, delay, 2 bits of the range, feedback": _local(
-        "muon8", codec=_RANGE, **_STREAM, **_FEED
+    "muon8, local, fragments, delay 2, 2 bits, feedback": _local(
+        "muon8", fragments=4, delay=2, **_TWO
     ),
+    "muon8, local, fragments, delay 8, 2 bits, feedback": _local("muon8", **_STREAM, **_TWO),
+    "muon8, local 48, fragments, delay 12, 2 bits, feedback": _local("muon8", **_SLOW),
     "muon8, local, sparse": _local("muon8", **_SPARSE),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
@@ -237,8 +237,8 @@ class LocalSteps:
             0.5 (``docs/local_steps.md``).
         outer_momentum: Momentum of the outer SGD, 0 or more and less than 1.
         bits: Bits of one code of a node's progress, 2 to 8, in the format of gradients between
-            nodes (see :class:`GradientQuantization`), embeddings and heads included; ``None`` sends
-            fp32.
+            nodes (see :class:`GradientQuantization`; 2 and 3 bits are asymmetric), embeddings and
+            heads included; ``None`` sends fp32.
         fragments: Parts of the model, of whole units strided over its depth, that are sent in turn,
             each once in ``every`` steps (Streaming DiLoCo, arXiv:2501.18512).
         delay: Steps after which the mean of a fragment is merged, while its messages travel beside
@@ -295,4 +295,8 @@ class LocalSteps:
         """Codec of the messages; None for fp32."""
         if self.bits is None:
             return None
-        return GradientQuantization(inter_bits=self.bits).codec("inter")
+        codec = GradientQuantization(inter_bits=self.bits).codec("inter")
+        if self.bits > 3:
+            return codec
+        # levels over the range of a group: as many bytes, and a third less error in 2 bits
+        return replace(codec, symmetric=False, scale_dtype="bfloat16")

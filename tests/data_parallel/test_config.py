@@ -150,3 +150,14 @@ def test_topology_positions() -> None:
     assert (topology.num_nodes, topology.node, topology.local_rank) == (3, 2, 1)
     with pytest.raises(ValueError, match="rank"):
         Topology(world_size=2, rank=2, node_size=1)
+
+
+def test_few_bits_of_local_steps_span_the_range_of_a_group() -> None:
+    four, two = LocalSteps().codec(), LocalSteps(bits=2).codec()
+    assert four == GradientQuantization().codec("inter")
+    assert two is not None
+    plain = GradientQuantization(inter_bits=2).codec("inter")
+    assert two.nbytes(1 << 16) == plain.nbytes(1 << 16)
+    x = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
+    errors = [float((decode(c, encode(c, x), 4096) - x).norm() / x.norm()) for c in (two, plain)]
+    assert errors[0] < 0.55 < 0.7 < errors[1]
