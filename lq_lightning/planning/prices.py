@@ -109,8 +109,12 @@ def _exchanged(options: RunOptions, cluster: Machine) -> Iterator[str]:
         steps = options.local_steps
         steps = steps if isinstance(steps, LocalSteps) else LocalSteps(every=steps)
         bits = "fp32" if steps.bits is None else f"{steps.bits} bits"
-        usual = replace(steps, every=32, bits=4) == LocalSteps()
-        outer = "" if usual else f", outer {steps.outer_lr:g} and {steps.outer_momentum:g}"
+        usual = LocalSteps(outer_lr=steps.outer_lr, outer_momentum=steps.outer_momentum)
+        outer = f", outer {steps.outer_lr:g} and {steps.outer_momentum:g}"
+        outer = "" if usual == LocalSteps() else outer
+        outer += f", {steps.fragments} fragments" if steps.fragments > 1 else ""
+        outer += f", merged after {steps.delay}" if steps.delay else ""
+        outer += ", errors fed back" if steps.error_feedback else ""
         yield f"local steps {steps.every} in {bits}{outer}"
 
 

@@ -258,6 +258,14 @@ PIPELINE: dict[str, Any] = {"strategy": "quantized_pipeline", "pipeline_size": 4
             TWO_NODES,
             ("local steps 8 in fp32, outer 0.5 and 0.6",),
         ),
+        (
+            {
+                **PLAIN,
+                "local_steps": LocalSteps(bits=2, fragments=4, delay=8, error_feedback=True),
+            },
+            TWO_NODES,
+            ("local steps 32 in 2 bits, 4 fragments, merged after 8, errors fed back",),
+        ),
         ({**PLAIN, "local_steps": 32}, ONE_NODE, ()),
         ({**PLAIN, "recipe": "agoq"}, TWO_NODES, ("activations agoq",)),
         ({**PLAIN, "recipe": "auto", "adapt": True}, TWO_NODES, ("activations auto",)),
