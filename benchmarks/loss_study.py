@@ -242,7 +242,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     option = parser.add_argument
     option("--preset", choices=PRESETS, default="llama_1m")
-    for name in ("steps", "batch", "val-blocks"):
+    for name in ("steps", "batch", "val-blocks", "passes"):
         option(f"--{name}", type=int, help="instead of the preset's")
     option("--lr", type=float, help="peak learning rate, instead of the preset's")
     option("--dtype", choices=("bfloat16", "float32"), help="of the ranks' weights")
@@ -261,7 +261,7 @@ def parse_arguments() -> argparse.Namespace:
     option("--processes", type=int, default=1, help="share the seeds, in turn on each GPU")
     option("--merge", type=Path, nargs="+", help="show these reports as one; no run")
     args = parser.parse_args()
-    names = ("steps", "batch", "val_blocks", "lr", "dtype")
+    names = ("steps", "batch", "val_blocks", "passes", "lr", "dtype")
     given = {name: getattr(args, name) for name in names if getattr(args, name)}
     args.sizes = replace(PRESETS[args.preset], **given)
     named = args.variants or ";".join(name for name in VARIANTS if name != PERTURBED)

@@ -29,6 +29,7 @@ class Preset(Sizes):
         warmup: Steps of the linear rise of the learning rate; 0 for a tenth of the run.
         decay: ``"cosine"`` falls from the first step, ``"linear"`` from the end of the rise.
         floor: Share of the peak at the end.
+        passes: How often the text may be read.
     """
 
     vocab: int
@@ -40,6 +41,7 @@ class Preset(Sizes):
     warmup: int = 0
     decay: str = "cosine"
     floor: float = 0.1
+    passes: int = 1
 
 
 _SMOKE: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 2, "seq": 32, "vocab": 0}

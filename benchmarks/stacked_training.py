@@ -59,14 +59,19 @@ def learning_rate_factor(preset: Preset, step: int) -> float:
 
 
 def order_of(blocks: int, preset: Preset, seed: int, world_size: int) -> Tensor:
-    """Return which blocks each rank reads in each step, ``[steps, W, batch]``: each block once."""
+    """Return which blocks each rank reads in each step, ``[steps, W, batch]``.
+
+    Each block once in each of the preset's passes.
+    """
     needed = preset.steps * world_size * preset.batch
-    if needed > blocks // world_size * world_size:
+    if needed > blocks // world_size * world_size * preset.passes:
         raise ValueError(
             f"{preset.steps} steps of {world_size} ranks read {needed} blocks, but there are "
-            f"{blocks}: give more text or fewer steps"
+            f"{blocks}: give more text, fewer steps or more passes"
         )
-    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))[:needed]
+    generator = torch.Generator().manual_seed(seed)
+    passes = [torch.randperm(blocks, generator=generator) for _ in range(preset.passes)]
+    order = torch.cat(passes)[:needed]
     return order.view(preset.steps, preset.batch, world_size).transpose(1, 2)
 
 

@@ -130,8 +130,10 @@ def test_every_rank_reads_blocks_of_its_own(load: Load) -> None:
     assert order.shape == (3, WORLD, 2)
     assert len(set(order.flatten().tolist())) == 24
     assert torch.equal(order, training.order_of(30, preset, 5, WORLD))
-    with pytest.raises(ValueError, match="give more text or fewer steps"):
+    with pytest.raises(ValueError, match="give more text, fewer steps or more passes"):
         training.order_of(20, preset, 5, WORLD)
+    twice = training.order_of(20, replace(preset, passes=2), 5, WORLD).flatten()
+    assert twice.bincount(minlength=20).max() == 2
 
 
 def test_words_are_numbered_for_all_splits(load: Load) -> None:
