@@ -103,7 +103,9 @@ class EmulatedNodes:
             nn.Parameter(torch.empty(w.shape[1:], device="meta")): n
             for n, w in sorted(masters.items())
         }
-        dealt = deal_out(names, [unit for unit in units if unit != "root"], local.steps.fragments)
+        parts = [unit for unit in units if unit != "root"]
+        count = min(local.steps.fragments, len(parts))  # of small models
+        dealt = deal_out(names, parts, count)
         self._fragments = [[names[p] for p in part] for part in dealt]
 
     @torch.no_grad()
@@ -115,7 +117,7 @@ class EmulatedNodes:
         if self._flight is not None and self._flight.landing == self.steps:
             self._land(masters)
         for index, names in enumerate(self._fragments):
-            due = config.every * (index + 1) // config.fragments
+            due = config.every * (index + 1) // len(self._fragments)
             if (self.steps - due) % config.every == 0:
                 self._send(names, masters)
                 if config.delay == 0:

@@ -133,7 +133,7 @@ _STREAM: dict[str, Any] = {"fragments": 4, "delay": 8}
 _SPARSE: dict[str, Any] = {"codec": replace(LocalSteps(bits=2).codec(), hadamard_size=0)}  # type: ignore[type-var]
 _SPARSE |= {"density": 0.03}
 _SPARSE |= {"decay": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0, **_FEED}
-_SLOW: dict[str, Any] = {"every": 48, "fragments": 4, "delay": 12, **_TWO}
+_SLOW: dict[str, Any] = {"every": 48, "fragments": 12, "delay": 4, **_TWO}
 LOCAL: dict[str, Plan] = {
     "local": _local(),  # the library's default
     "local, fp32": _local(bits=None),
@@ -147,7 +147,7 @@ LOCAL: dict[str, Plan] = {
     "local, fragments, delay 8, half": _local(**_STREAM, mix=0.5),
     "local, fragments, delay 8, feedback": _local(**_STREAM, **_FEED),
     "local, fragments, delay 8, 2 bits, feedback": _local(**_STREAM, **_TWO),
-    "local 48, fragments, delay 12, 2 bits, feedback": _local(**_SLOW),
+    "local 48, 12 fragments, delay 4, 2 bits, feedback": _local(**_SLOW),
     "local, sparse": _local(**_SPARSE),
     # To be compared with "muon8".
     "muon8, local": _local("muon8"),
@@ -157,7 +157,7 @@ LOCAL: dict[str, Plan] = {
         "muon8", fragments=4, delay=2, **_TWO
     ),
     "muon8, local, fragments, delay 8, 2 bits, feedback": _local("muon8", **_STREAM, **_TWO),
-    "muon8, local 48, fragments, delay 12, 2 bits, feedback": _local("muon8", **_SLOW),
+    "muon8, local 48, 12 fragments, delay 4, 2 bits, feedback": _local("muon8", **_SLOW),
     "muon8, local, sparse": _local("muon8", **_SPARSE),
 }
 

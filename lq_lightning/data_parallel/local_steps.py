@@ -99,7 +99,7 @@ class OuterOptimizer:
     so that each step of a node is in one ``d``. Only an :meth:`outer_step` makes nodes equal then.
 
     ``names`` has the fully qualified names of the parameters of this node's copy, ``units`` those
-    of modules that are not divided between fragments; fewer than fragments are refused. Parameters
+    of modules that are not divided between fragments; too few for them are refused. Parameters
     with fewer than ``min_quantized_numel`` elements are sent in fp32, as are 1-D ones.
     """
 
@@ -454,18 +454,19 @@ def deal_out(
 ) -> list[list[nn.Parameter]]:
     """Deal out units, the largest first, each to the fragment with the fewest elements.
 
-    So equal blocks are strided over depth. It depends on names and sizes, alike on all nodes.
+    So equal blocks are strided over depth. Parameters in no unit are dealt out one by one. It
+    depends on names and sizes, alike on all nodes.
     """
     owners = sorted(units, key=len, reverse=True)
     members: dict[str, list[nn.Parameter]] = {}
     for parameter, name in names.items():
-        unit = next((unit for unit in owners if f"{name}.".startswith(f"{unit}.")), "")
+        unit = next((unit for unit in owners if name.startswith(f"{unit}.")), name)
         members.setdefault(unit, []).append(parameter)
     if count > max(1, len(members)):
         raise ValueError(
-            f"`LocalSteps(fragments={count})` is not supported: the model has {len(members)} "
-            "unit(s), which are sent as a whole. Give at most as many `fragments`, or name smaller "
-            "`units`."
+            f"`LocalSteps(fragments={count})` is not supported: the model has {len(members)} units "
+            "and other parameters, which are sent as a whole. Give at most as many `fragments`, or "
+            "name smaller `units`."
         )
     sizes = {unit: sum(p.numel() for p in found) for unit, found in members.items()}
     loads, dealt = [0] * count, {}

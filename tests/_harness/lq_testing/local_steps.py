@@ -70,7 +70,6 @@ class Nodes:
             names={p: n for n, p in self.model.named_parameters()},
             min_quantized_numel=64,
             device=torch.device("cpu"),
-            units=SHAPES,
         )
 
     def step(self, step: int) -> None:
