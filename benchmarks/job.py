@@ -12,9 +12,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -69,7 +69,7 @@ class Variant:
         rank: Rank of ``"powersgd"``.
         every: Steps that nodes train alone, each with a model sharded over its ranks (local steps);
             0 for none.
-        outer: Further options of ``LocalSteps``.
+        overlaps: Whether fragments of these nodes travel in 2 bits while they train.
         optimizer: AdamW; or, for matrices, ``torch.optim.Muon``, or ``QuantizedMuon`` with states
             in fp32 or 8 bits.
     """
@@ -82,7 +82,7 @@ class Variant:
     ddp: Literal["none", "bf16", "8-bit", "powersgd"] | None = None
     rank: int = 32
     every: int = 0
-    outer: Mapping[str, Any] = field(default_factory=dict)
+    overlaps: bool = False
     optimizer: Literal["adamw", "muon", "muon32", "muon8"] = "adamw"
 
     def make_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -100,10 +100,6 @@ class Variant:
             states = OptimizerQuantization(first_moment="float32", second_moment="float32")
         kept = embedding_weights(model)
         return [QuantizedMuon(groups, **options, quantization=states, full_precision=kept)]
-
-
-def _overlapped(every: int) -> dict[str, Any]:
-    return {"bits": 2, "error_feedback": True, "fragments": 4, "delay": every // 4}
 
 
 def _quantized(**gradients: Any) -> Variant:
@@ -126,7 +122,7 @@ VARIANTS = {
     "ddp-powersgd-8": Variant(ddp="powersgd", rank=8),
     "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
     **{f"local-{every}": Variant(every=every) for every in (8, 16, 32, 64)},
-    **{f"local-{n}-overlapped": Variant(every=n, outer=_overlapped(n)) for n in (32, 48, 64)},
+    **{f"local-{n}-overlapped": Variant(every=n, overlaps=True) for n in (32, 48, 64)},
     "no-communication": Variant(communicate=False),
     **{f"fsdp2-{name}": Variant(optimizer=name) for name in ("muon", "muon32", "muon8")},  # type: ignore[arg-type]
     "ddp-muon": Variant(ddp="none", optimizer="muon"),
@@ -219,15 +215,20 @@ class Job:
             for optimizer in self.optimizers:
                 self.communication.register_optimizer(optimizer)
         if variant.every:
-            self._train_alone(variant.every, variant.outer, mesh)
+            self._train_alone(variant.every, variant.overlaps, mesh)
 
-    def _train_alone(self, every: int, outer: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    def _train_alone(self, every: int, overlaps: bool, mesh: DeviceMesh) -> None:
         """Let nodes train alone, with an outer step every so many steps."""
         if dist.group.WORLD is None:
             raise AssertionError("a job has a default process group")
         lr = 0.7 if every > 16 else 0.5  # ended lowest in many short runs
+        config = LocalSteps(every=every, outer_lr=lr)
+        if overlaps:
+            count = min(12, len(self.model.blocks))
+            config = replace(config, fragments=count, delay=every // count)
+            config = replace(config, bits=2, error_feedback=True)
         self.local = OuterOptimizer(
-            LocalSteps(every=every, outer_lr=lr, **outer),
+            config,
             self.topology,
             RankGroups(dist.group.WORLD, mesh.get_group(DATA), mesh.get_group("node")),
             names={p: name for name, p in self.model.named_parameters()},
