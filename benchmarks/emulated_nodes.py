@@ -38,8 +38,6 @@ class Local:
         density: Share of the largest values of each chunk that is sent (SparseLoCo,
             arXiv:2508.15706); ``codec`` then encodes these alone.
         decay: What is left of errors of rounding in the next message.
-        mix: Merge by this share of a node's weights and the rest of the anchor, as Streaming DiLoCo
-            does (arXiv:2501.18512), instead of adding what the node has learned since.
         in_weights: Nodes keep errors of rounding in their weights, so that the next difference
             contains them. Takes no memory, but nodes never start alike.
     """
@@ -48,7 +46,6 @@ class Local:
     codec: CodecSpec | None = None
     density: float = 1.0
     decay: float = 1.0
-    mix: float | None = None
     in_weights: bool = False
 
     @property
@@ -154,9 +151,6 @@ class EmulatedNodes:
             velocity.mul_(momentum).add_(mean)
             anchor.sub_(mean.add(velocity, alpha=momentum), alpha=lr)
             everywhere = anchor.repeat_interleave(self.nodes, dim=0)
-            if self.local.mix is not None:
-                masters[name].lerp_(everywhere, 1 - self.local.mix)
-                continue
             masters[name].copy_((masters[name] - self._flight.sent[name]).add_(everywhere))
             if name in self._flight.unsent:
                 masters[name].sub_(self._flight.unsent[name])

@@ -143,8 +143,6 @@ LOCAL: dict[str, Plan] = {
     "local, 2 bits, in weights": _local(bits=2, in_weights=True),
     "local, fragments": _local(fragments=4),
     **{f"local, fragments, delay {n}": _local(fragments=4, delay=n) for n in (2, 4, 8)},
-    # The rule of Streaming DiLoCo.
-    "local, fragments, delay 8, half": _local(**_STREAM, mix=0.5),
     "local, fragments, delay 8, feedback": _local(**_STREAM, **_FEED),
     "local, fragments, delay 8, 2 bits, feedback": _local(**_STREAM, **_TWO),
     "local 48, 12 fragments, delay 4, 2 bits, feedback": _local(**_SLOW),
