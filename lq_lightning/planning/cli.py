@@ -134,6 +134,8 @@ def _plan(arguments: argparse.Namespace, others: Sequence[str]) -> int:
         name: getattr(arguments, name)
         for name in ("gpu", "nodes", "gpus_per_node", "network", "profile")
     }
+    if not arguments.no_alternatives:
+        sys.stderr.write("Simulating the run, then for up to two minutes what else works.\n")
     plan = plan_run(
         run,
         machine,
