@@ -46,7 +46,7 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantized_all_reduce_hook,
 )
-from lq_lightning.foundation.trainer_options import check_each, check_strategy_name
+from lq_lightning.foundation.trainer_options import check_each, check_precision, check_strategy_name
 from lq_lightning.optim import (
     OptimizerQuantization,
     QuantizedAdam,
@@ -120,9 +120,10 @@ for _strategy, _description in (
         StrategyRegistry.register(_strategy.strategy_name, _strategy, description=_description)
 
 
-def _check_connector(strategy: object, plugins: object) -> None:
+def _check_connector(strategy: object, plugins: object, precision: object) -> None:
     check_strategy_name(strategy, StrategyRegistry.available_strategies())
     check_each("plugins", plugins)
+    check_precision(precision, plugins)
 
 
 check_trainer_options(_check_connector, partial(check_each, "callbacks"))

@@ -201,12 +201,12 @@ def check_precision_with(strategy: type[Strategy], check: Callable[[str], None])
 
 
 def check_trainer_options(
-    check_connector: Callable[[object, object], None], check_callbacks: Callable[[object], None]
+    check_connector: Callable[..., None], check_callbacks: Callable[[object], None]
 ) -> None:
     """Check what a new Trainer is given before Lightning does.
 
     Args:
-        check_connector: Gets its ``strategy`` and ``plugins``.
+        check_connector: Gets its ``strategy``, ``plugins`` and ``precision``.
         check_callbacks: Gets its ``callbacks``.
     """
     from lightning.pytorch.trainer.connectors import accelerator_connector, callback_connector
@@ -226,7 +226,7 @@ def check_trainer_options(
 
     accelerators = accelerator_connector._AcceleratorConnector
     flags = "_check_config_and_set_final_flags"
-    before(accelerators, flags, check_connector, "strategy", "plugins")
+    before(accelerators, flags, check_connector, "strategy", "plugins", "precision")
     before(callback_connector._CallbackConnector, "on_trainer_init", check_callbacks, "callbacks")
 
 

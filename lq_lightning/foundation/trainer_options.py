@@ -53,6 +53,22 @@ def check_each(option: str, given: object) -> None:
             raise ValueError(f"`{option}` has {counts[name]} `{name}`, but {why}.")
 
 
+def check_precision(precision: object, plugins: object) -> None:
+    """Refuse a precision beside a plugin of this package that has one.
+
+    Raises:
+        ValueError: There are both.
+    """
+    given: Any = plugins if isinstance(plugins, (list, tuple)) else (plugins,)
+    for plugin in given:
+        if precision is not None and "QuantizedPrecision" in _own_names(type(plugin)):
+            name = type(plugin).__name__
+            raise ValueError(
+                f"`precision={precision!r}` and `plugins=[{name}(...)]` both set the precision of "
+                f"the run: leave out the first, and give `{name}(precision={precision!r}, ...)`."
+            )
+
+
 def _check_no_class(option: str, value: object, in_list: bool) -> None:
     if isinstance(value, type) and any(_own_names(value)):
         shown = f"[{value.__name__}]" if in_list else value.__name__

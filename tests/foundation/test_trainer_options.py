@@ -63,3 +63,8 @@ def test_refused(option: str, value: Any, message: str) -> None:
 )
 def test_accepted(options: dict[str, Any]) -> None:
     pl.Trainer(accelerator="cpu", devices=1, logger=False, **options)
+
+
+def test_two_sources_of_precision_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"give `QuantizedPrecision\(precision='bf16-mixed', "):
+        pl.Trainer(accelerator="cpu", precision="bf16-mixed", plugins=[QuantizedPrecision()])
