@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ def test_a_run_goes_on_after_a_workers_death(pipeline: bool, stock: bool, tmp_pa
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray.init(num_cpus=2, include_dashboard=False, ignore_reinit_error=True)
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # of the tests' helpers, too
+    options: dict[str, Any] = {"include_dashboard": False, "runtime_env": {"env_vars": path}}
+    ray.init(num_cpus=2, ignore_reinit_error=True, **options)
     try:
         config = {"pipeline": pipeline, "stock": stock, "root": str(tmp_path), "step": 6}
         config["marker"] = str(tmp_path / "died")
