@@ -22,6 +22,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -62,17 +63,29 @@ class _OnWorkers:
     def num_nodes(self) -> int:
         """Nodes with workers, which are equally many on each."""
         context = ray.train.get_context()
-        workers, here = context.get_world_size(), context.get_local_world_size()
-        if workers % here:
-            raise ValueError(
-                f"{workers} workers do not lie evenly on nodes, of which this one has {here}: set "
-                "`ScalingConfig(num_workers=...)` and its resources so that each has as many."
-            )
-        return int(workers // here)
+        return int(context.get_world_size() // context.get_local_world_size())
 
     @num_nodes.setter
     def num_nodes(self, number: int) -> None:
         """Ignore the Trainer's, whose default is one."""
+
+    def setup_environment(self) -> None:
+        """Check that all nodes have as many workers, in the process group that Ray has started.
+
+        Raises:
+            ValueError: On all workers: they lie unevenly on nodes.
+        """
+        context, device = ray.train.get_context(), ray.train.torch.get_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL gathers on the current one
+        on_nodes: list[int] = [0] * context.get_world_size()
+        dist.all_gather_object(on_nodes, context.get_local_world_size())
+        if len(set(on_nodes)) > 1:
+            raise ValueError(
+                f"nodes have {min(on_nodes)} to {max(on_nodes)} workers: set "
+                "`ScalingConfig(num_workers=...)` and its resources so that each has as many."
+            )
+        super().setup_environment()  # type: ignore[misc]
 
 
 class RayQuantizedFSDPStrategy(_OnWorkers, QuantizedFSDPStrategy):  # type: ignore[misc]
