@@ -9,7 +9,7 @@ them are saved. Weights and buffers stay, as does what the caller of a block hol
 that need no gradient, such as masks and rotary tables), what outlived a block before, small
 tensors, tensor subclasses and small parts of large storages. A tensor that changes after it was
 saved is an error when it is read, as in torch; a write that no version counter shows is looked for
-in the first pass of each block.
+in the first pass of each block, and not later: that would read all of it twice in every pass.
 
 *How.* One stream copies out, one copies in. The source of a copy is held until the stream that it
 came from has been told to wait for the copy; only then may the allocator hand its memory out again.
