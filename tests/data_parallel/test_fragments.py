@@ -160,14 +160,11 @@ def _resumes_within_a_flight() -> None:
         nodes.outer.outer_step()
         state = nodes.outer.state()
         saved = {kind: {n: t.clone() for n, t in found.items()} for kind, found in state.items()}
-        weights = {n: p.detach().clone() for n, p in nodes.model.items()}
+        weights = nodes.local_weights()
         found = []
         for resumed in (False, True):
             if resumed:
-                with torch.no_grad():
-                    for name, parameter in nodes.model.items():
-                        parameter.copy_(weights[name])
-                nodes.outer = nodes.new_outer()
+                nodes.start_again(weights)
                 nodes.outer.load_state(saved)
             for step in range(7, 14):
                 nodes.step(step)

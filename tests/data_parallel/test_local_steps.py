@@ -112,14 +112,11 @@ def _states() -> None:
         assert set(state["velocity"]) == set(SHAPES)
         assert set(state["anchor"]) == (set(SHAPES) if dtype == torch.bfloat16 else set())
         saved = {kind: {n: t.clone() for n, t in found.items()} for kind, found in state.items()}
-        weights = {n: p.detach().clone() for n, p in nodes.model.items()}
+        weights = nodes.local_weights()
         found = []
         for resumed in (False, True):
             if resumed:
-                with torch.no_grad():
-                    for name, parameter in nodes.model.items():
-                        parameter.copy_(weights[name])
-                nodes.outer = nodes.new_outer()
+                nodes.start_again(weights)
                 nodes.model["tall"].requires_grad_(False)
                 nodes.outer.load_state(saved)
                 nodes.model["tall"].requires_grad_(True)

@@ -72,6 +72,17 @@ class Nodes:
             device=torch.device("cpu"),
         )
 
+    def local_weights(self) -> dict[str, torch.Tensor]:
+        """Copy this rank's shards."""
+        return {n: p.detach().clone() for n, p in self.model.items()}
+
+    def start_again(self, weights: dict[str, torch.Tensor]) -> None:
+        """Put copied shards back, under a new outer optimizer."""
+        with torch.no_grad():
+            for name, parameter in self.model.items():
+                parameter.copy_(weights[name])
+        self.outer = self.new_outer()
+
     def step(self, step: int) -> None:
         """A step of this node, with the exchange that is due after it."""
         for name, parameter in self.model.items():
