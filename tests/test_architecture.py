@@ -60,6 +60,7 @@ DEEPER_CLASSES = {
     "lq_lightning.data_parallel.all_gather:WeightDifferenceAllGather",
     "lq_lightning.integrations.ray:RayQuantizedFSDPStrategy",
     "lq_lightning.integrations.ray:RayQuantizedPipelineStrategy",
+    "lq_lightning.strategies.changing_nodes:ChangingNodes",
 }
 # Files of up to 800 lines, and why each is one file.
 LONG_FILES: dict[str, str] = {

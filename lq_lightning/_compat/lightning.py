@@ -142,6 +142,20 @@ def requeue_checkpoint_path(trainer: Trainer) -> str:
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
+def restore_from(trainer: Trainer, path: str) -> None:
+    """Let the run that a strategy is setting up continue from a checkpoint, whatever it was given.
+
+    The Trainer has its ``ckpt_path`` already when it asks the strategy for its processes.
+    """
+    connector = trainer._checkpoint_connector
+
+    def start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        del connector.resume_start  # of this run alone
+        connector.resume_start(path, weights_only)
+
+    connector.resume_start = start  # type: ignore[method-assign]
+
+
 def show_whole_totals(trainer: Trainer, total: int, trained: int, note: str) -> None:
     """Let ``ModelSummary`` show these numbers of parameters, with a note below its table.
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 TorchSchedule = Literal["interleaved_1f1b", "zero_bubble", "zbv"]
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
@@ -90,6 +91,32 @@ def all_gather_flat(
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(output, input, group=group, async_op=async_op)
     return work
+
+
+def serves(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has collectives for tensors on a device."""
+    return any(known.type == device.type for known in group._device_types)
+
+
+def gloo_group(
+    store: Store, rank: int, size: int, address: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a gloo group that the default group knows nothing of, for tensors on CPUs.
+
+    Args:
+        store: Where the ranks find each other, under keys that no other group has.
+        address: Of this machine, where the others reach it.
+        timeout: Of making it, and of each collective.
+    """
+    gloo, kinds = dist.ProcessGroupGloo, dist.ProcessGroup.BackendType
+    options = gloo._Options()  # type: ignore[attr-defined]
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timeout
+    backend = gloo(store, rank, size, options)
+    group = dist.ProcessGroup(PrefixStore("group", store), rank, size)
+    group._set_default_backend(kinds.GLOO)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, backend)
+    return group
 
 
 def all_gather_parts(

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
 from lq_lightning.codecs.spec import GROUP_SIZES, group_size_of
+from lq_lightning.data_parallel.meeting import split_address
 from lq_lightning.foundation.checks import check_choice, is_number, is_whole
 from lq_lightning.foundation.topology import Level
 
@@ -246,6 +247,12 @@ class LocalSteps:
         error_feedback: Add what the codes of a message lost to the next message of the same
             parameters (MuLoCo, arXiv:2505.23725). Takes another byte per parameter / ranks per
             node.
+        meet_at: ``"host:port"`` of ``lq-lightning meet``, for nodes that come and go: each is a run
+            of its own, which joins those that train. None: the nodes of one run.
+        max_nodes: With ``meet_at``, as many of them as may take part at a time. The data is divided
+            by it.
+        wait: With ``meet_at``, seconds that a node that is lost costs the others at most: half
+            while they wait for it to come, half for a message of at most 8 MB in 4 bits.
     """
 
     every: int = 32
@@ -255,12 +262,16 @@ class LocalSteps:
     fragments: int = 1
     delay: int = 0
     error_feedback: bool = False
+    meet_at: str | None = None
+    max_nodes: int = 8
+    wait: float = 60.0
 
     def __post_init__(self) -> None:
         """Check every field."""
         owner = type(self).__name__
         every, lr, momentum = self.every, self.outer_lr, self.outer_momentum
         fragments, delay, feedback = self.fragments, self.delay, self.error_feedback
+        most, wait = self.max_nodes, self.wait
         fits_momentum = is_number(momentum) and 0 <= momentum < 1
         for field, value, fits, allowed in (
             ("every", every, type(every) is int and every > 0, "1 step or more"),
@@ -269,6 +280,8 @@ class LocalSteps:
             ("fragments", fragments, is_whole(fragments) and fragments > 0, "1 or more"),
             ("delay", delay, is_whole(delay) and delay >= 0, "0 steps or more"),
             ("error_feedback", feedback, isinstance(feedback, bool), "True or False"),
+            ("max_nodes", most, is_whole(most) and most > 1, "2 or more"),
+            ("wait", wait, is_number(wait) and 0 < wait < math.inf, "seconds, above 0"),
         ):
             if not fits:
                 raise ValueError(f"`{owner}({field}={value!r})` is not supported: give {allowed}.")
@@ -283,6 +296,14 @@ class LocalSteps:
                 "a fragment is merged before the next one is sent. Give a `delay` of at most "
                 f"{every // fragments}."
             )
+        if self.meet_at is not None:
+            split_address(self.meet_at)
+            if fragments > 1 or delay:
+                raise ValueError(
+                    f"`{owner}(meet_at=..., fragments={fragments}, delay={delay})` is not "
+                    "supported: nodes that come and go exchange the whole model, and wait for it. "
+                    "Leave out `fragments` and `delay`, or `meet_at`."
+                )
         if self.bits is not None:
             _check_bits(owner, "bits", self.bits)
         elif feedback:

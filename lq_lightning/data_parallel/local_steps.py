@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
     velocity: Tensor
 
 
-class _Bucket(NamedTuple):
+class Bucket(NamedTuple):
     """Parameters that are sent together, and in which codec (None: in fp32)."""
 
     codec: CodecSpec | None
@@ -69,7 +69,7 @@ class _Flight(NamedTuple):
     check: Callable[[], None]  # raises on all ranks if nodes do not match
     halfway: int  # step at which what has arrived is passed on
     landing: int  # step at which the mean is merged
-    parts: list[tuple[_Bucket, Transfer, list[Tensor]]]  # with the weights that were sent
+    parts: list[tuple[Bucket, Transfer, list[Tensor]]]  # with the weights that were sent
     trained: list[nn.Parameter]  # its parameters that are merged
 
 
@@ -158,11 +158,13 @@ class OuterOptimizer:
         new = [p for p in trained if p not in self._kept]
         if new:
             self._begin_check("new", new)()
-            weights = [local_tensor(p) for p in new]
-            start_alike(weights, self._groups.inter, self._device)
-            for parameter, weight in zip(new, weights, strict=True):
-                self._kept[parameter] = _new(weight)
+            self._start_alike([local_tensor(p) for p in new])
+            for parameter in new:
+                self._kept[parameter] = _new(local_tensor(parameter))
             self._agreed.update(new)
+
+    def _start_alike(self, weights: Sequence[Tensor]) -> None:
+        start_alike(weights, self._groups.inter, self._device)
 
     def kept(self, parameter: nn.Parameter) -> tuple[Tensor, ...]:
         """Anchor and velocity of a parameter's shard, once it is trained."""
@@ -297,7 +299,7 @@ class OuterOptimizer:
 
         return end
 
-    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[_Bucket]:
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[Bucket]:
         """Yield the buckets of parameters, which are in the order of names.
 
         The same on all ranks with these shards: a sum in fp32 depends on the place in its bucket.
@@ -310,13 +312,13 @@ class OuterOptimizer:
                 continue
             codec = self._codec_of(parameter, numel)
             if codec in open_ and room[codec] < numel:
-                yield _Bucket(codec, tuple(open_.pop(codec)))
+                yield Bucket(codec, tuple(open_.pop(codec)))
             if codec not in open_:
                 open_[codec], room[codec] = [], _BUCKET_NUMEL
             open_[codec].append(parameter)
             room[codec] -= numel
         for codec, rest in open_.items():
-            yield _Bucket(codec, tuple(rest))
+            yield Bucket(codec, tuple(rest))
 
     def _codec_of(self, parameter: nn.Parameter, numel: int) -> CodecSpec | None:
         codec, whole = self._config.codec(), parameter.numel()
@@ -368,14 +370,14 @@ class OuterOptimizer:
         if self._stage is not None:
             self._stage.join()
         for bucket, transfer, sent in flight.parts:
-            flat = torch.empty(bucket.numel(self._topology.num_nodes), device=self._device)
+            flat = torch.empty(bucket.numel(self._mean.num_nodes), device=self._device)
             self._mean.read(transfer, bucket.codec, flat)
             self._apply(bucket, flat, flight.trained, sent)
         self._flight = None
         return flight.trained
 
-    def _difference(self, bucket: _Bucket) -> Tensor:
-        flat = torch.zeros(bucket.numel(self._topology.num_nodes), device=self._device)
+    def _difference(self, bucket: Bucket) -> Tensor:
+        flat = torch.zeros(bucket.numel(self._mean.num_nodes), device=self._device)
         for place, parameter, weight in bucket.places(flat):
             place.copy_(self._kept[parameter].anchor.to(weight.dtype))
             place.sub_(weight.to(self._device))
@@ -383,7 +385,7 @@ class OuterOptimizer:
 
     def _apply(
         self,
-        bucket: _Bucket,
+        bucket: Bucket,
         flat: Tensor,
         trained: Collection[nn.Parameter],
         sent: Sequence[Tensor] = (),
@@ -401,7 +403,7 @@ class OuterOptimizer:
 
     # --- saved state ------------------------------------------------------------------------
 
-    def state(self) -> dict[str, dict[str, DTensor]]:
+    def state(self) -> dict[str, dict[str, Tensor]]:
         """Velocities and, where weights cannot hold them, anchors, sharded like the parameters.
 
         After an outer step anchors of fp32 weights are the weights, and all nodes are equal. What
@@ -416,12 +418,12 @@ class OuterOptimizer:
             )
         self._mean.forget_errors()
         self._agreed.update(self._kept)
-        found: dict[str, dict[str, DTensor]] = {"velocity": {}, "anchor": {}}
+        found: dict[str, dict[str, Tensor]] = {"velocity": {}, "anchor": {}}
         for parameter, (anchor, velocity) in self._kept.items():
             name = self._names[parameter]
-            found["velocity"][name] = to_sharded_dtensor(velocity.view(-1), parameter)
+            found["velocity"][name] = _like(parameter, velocity)
             if parameter.dtype != torch.float32:
-                found["anchor"][name] = to_sharded_dtensor(anchor.view(-1), parameter)
+                found["anchor"][name] = _like(parameter, anchor)
         return found
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -443,6 +445,11 @@ class OuterOptimizer:
 def _new(weight: Tensor) -> _Kept:
     anchor = weight.detach().to(torch.float32, copy=True)
     return _Kept(anchor, torch.zeros_like(anchor))
+
+
+def _like(parameter: nn.Parameter, kept: Tensor) -> Tensor:
+    sharded = isinstance(parameter, DTensor)
+    return to_sharded_dtensor(kept.view(-1), parameter) if sharded else kept
 
 
 def _padded(numel: int, multiple: int) -> int:

@@ -5,13 +5,13 @@ Shape legend: N nodes, n elements of which one node sums the messages, B bytes o
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.torch import all_gather_flat
+from lq_lightning._compat.torch import all_gather_flat, serves
 from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
 from lq_lightning.foundation import streams
 from lq_lightning.foundation.streams import StreamStage
@@ -53,12 +53,16 @@ class NodeMean:
 
     With ``feedback``, what a message has lost by rounding is kept in 8 bits and added to the values
     of the next one with the same ``key``, in sums that are encoded again, too. ``group`` has one
-    rank of each node.
+    rank of each node. The mean is over ``count`` of them, all by default: messages of the others
+    are zero.
     """
 
-    def __init__(self, num_nodes: int, group: dist.ProcessGroup, *, feedback: bool) -> None:
+    def __init__(
+        self, num_nodes: int, group: dist.ProcessGroup, *, feedback: bool, count: int | None = None
+    ) -> None:
         self.sent_nbytes = 0.0  # by this rank
-        self._num_nodes, self._group, self._feedback = num_nodes, group, feedback
+        self.num_nodes, self.count = num_nodes, count or num_nodes
+        self._group, self._feedback = group, feedback
         self._errors: dict[Hashable, Tensor] = {}
 
     def forget_errors(self) -> None:
@@ -73,10 +77,10 @@ class NodeMean:
         All of it runs on ``stage`` if there is one; else the first collective is started.
         """
         if codec is None:
-            sent = flat.div_(self._num_nodes)
+            sent = flat.div_(self.count)
             transfer = Transfer(self._sum_exactly(sent))
         else:
-            rows = flat.view(self._num_nodes, -1)
+            rows = flat.view(self.num_nodes, -1)
             sent = self._encode(rows, codec, key)
             transfer = Transfer(self._exchange(sent, codec, rows.shape[1], key))
         if stage is None:
@@ -92,16 +96,12 @@ class NodeMean:
         """
         arrived = transfer.finish()
         streams.record_use(arrived)
-        if codec is not None:
-            rows = out.view(self._num_nodes, -1)
-            decode_reduce(codec, arrived, rows.shape[1], scale=1 / self._num_nodes, out=rows)
-        elif arrived.data_ptr() != out.data_ptr():
-            out.copy_(arrived)
+        read_mean(arrived, codec, out, self.num_nodes, self.count)
 
     def _sum_exactly(self, flat: Tensor) -> Collectives:
-        nodes = self._num_nodes
+        nodes = self.num_nodes
         self.sent_nbytes += 2 * (nodes - 1) / nodes * flat.numel() * flat.itemsize
-        yield dist.all_reduce(flat, group=self._group, async_op=True)
+        yield from self._run(dist.all_reduce, flat)
         return flat
 
     def _exchange(
@@ -111,11 +111,11 @@ class NodeMean:
 
         Two nodes exchange everything instead: as many bytes, and nothing is rounded twice.
         """
-        nodes = self._num_nodes
+        nodes = self.num_nodes
         if nodes > 2:
             received = torch.empty_like(messages)
             self.sent_nbytes += (nodes - 1) * messages.shape[1]
-            yield dist.all_to_all_single(received, messages, group=self._group, async_op=True)
+            yield from self._run(dist.all_to_all_single, received, messages)
             if self._feedback:
                 sums = decode_reduce(codec, received.unsqueeze(1), numel)
                 messages = self._encode(sums, codec, ("sum", key))
@@ -123,8 +123,19 @@ class NodeMean:
                 messages = decode_reduce_encode(codec, received.unsqueeze(1), numel, codec)
         every = messages.new_empty(nodes, *messages.shape)
         self.sent_nbytes += (nodes - 1) * messages.numel()
-        yield all_gather_flat(every.view(-1), messages.view(-1), self._group, async_op=True)
+        yield from self._run(all_gather_flat, every.view(-1), messages.view(-1))
         return every.transpose(0, 1) if nodes > 2 else every
+
+    def _run(
+        self, collective: Callable[..., dist.Work | None], out: Tensor, *inputs: Tensor
+    ) -> Iterator[dist.Work | None]:
+        """Start a collective that writes ``out``, or run it on the host if the group is there."""
+        if out.device.type == "cpu" or serves(self._group, out.device):
+            yield collective(out, *inputs, group=self._group, async_op=True)
+            return
+        on_host = out.cpu()
+        collective(on_host, *(tensor.cpu() for tensor in inputs), group=self._group)
+        out.copy_(on_host)
 
     def _encode(self, rows: Tensor, codec: CodecSpec, key: Hashable) -> Tensor:
         """Encode rows, which become what the codes do not hold of them with ``feedback``."""
@@ -138,3 +149,14 @@ class NodeMean:
         decode(codec, messages, numel, scale=-1.0, out=rows, add=True)
         self._errors[key] = encode(ERRORS, rows)
         return messages
+
+
+def read_mean(
+    arrived: Tensor, codec: CodecSpec | None, out: Tensor, num_nodes: int, count: int
+) -> None:
+    """Write the mean over ``count`` nodes of what has arrived from ``num_nodes`` to ``out``."""
+    if codec is not None:
+        rows = out.view(num_nodes, -1)
+        decode_reduce(codec, arrived, rows.shape[1], scale=1 / count, out=rows)
+    elif arrived.data_ptr() != out.data_ptr():
+        out.copy_(arrived)

@@ -1,4 +1,4 @@
-"""The console script ``lq-lightning``: ``init``, ``plan``, ``doctor`` and ``train``."""
+"""The console script ``lq-lightning``: ``init``, ``plan``, ``doctor``, ``train`` and ``meet``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import argparse
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lq_lightning.data_parallel.meeting import PORT, keep_meeting_point
 
 if TYPE_CHECKING:
     from lq_lightning.planning.plan import Plan
@@ -48,6 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
         add_help=False,
         help="run what a YAML says, without a script: --config run.yaml, or --help",
     )
+    meet = commands.add_parser(
+        "meet",
+        help="keep the place where nodes that come and go meet, until it is interrupted",
+        description="Give the address of this machine to `LocalSteps(meet_at=...)` on all nodes. "
+        "One per run: it needs next to nothing, but has to outlive the nodes.",
+    )
+    meet.add_argument("--port", type=int, default=PORT, help="default: %(default)s")
     init = commands.add_parser("init", help="write a commented YAML for a goal")
     from lq_lightning.planning.train import GOALS
 
@@ -103,6 +114,8 @@ def main(words: Sequence[str] | None = None) -> int:
             said = write_config(arguments.goal, arguments.output, arguments.model, arguments.data)
             sys.stdout.write(said)
             return 0
+        if arguments.command == "meet":
+            return _meet(arguments.port)
         if arguments.command == "doctor":
             from lq_lightning.planning import doctor
 
@@ -154,6 +167,15 @@ def _plan(arguments: argparse.Namespace, others: Sequence[str]) -> int:
         checked = check_run(run, plan, machine, batch=arguments.batch)
         sys.stdout.write(f"\n{checked}\n")
     return FITS if plan.fits else DOES_NOT_FIT
+
+
+def _meet(port: int) -> int:
+    store = keep_meeting_point(port)
+    sys.stdout.write(f"nodes meet at port {store.port} of this machine, until Ctrl-C\n")
+    sys.stdout.flush()
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
+    return 0
 
 
 def _picture(plan: Plan) -> str:

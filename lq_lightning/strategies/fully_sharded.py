@@ -114,6 +114,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         parts: Receivers of the hooks of steps and checkpoints, in this order.
         step_group: Ranks that take or skip an optimizer step together; None are all.
         meeting: Whether all ranks wait for each other before the next batch; None: always.
+        shares_data: Whether a run of one rank reads a part of the data.
         why_alone: Reason for warnings where this rank shares its module with no other.
 
     Raises:
@@ -123,6 +124,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     given: dict[str, object]  # options that differ from their defaults
     step_group: dist.ProcessGroup | None = None
+    shares_data = False
     meeting: Callable[[], bool] | None = None
     why_alone = "there is one rank, which sends nothing"
     _norm: GradientNorm | None = None  # where torch's own cannot be used
@@ -409,7 +411,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
         self._failures.heed_stop_signal(trainer, None)
-        use_own_sampling(trainer)
+        if not self.shares_data:
+            use_own_sampling(trainer)
         initialize_meta_tensors(module, self.root_device)
         if self._options.units is not None or self._options.compile_units:
             plan = find_units(module, self._options.units)

@@ -2,262 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
 from lq_lightning._compat.lightning import set_device_mesh
-from lq_lightning._compat.tensor_parallel import DATA, TENSOR
-from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.checkpoint.checkpointer import ModelLayout
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.data_parallel import (
     GradientQuantization,
     LocalSteps,
-    OuterOptimizer,
     Topology,
     WeightQuantization,
-    start_alike,
 )
-from lq_lightning.foundation.agreement import broadcast_module_states, check_same_entries, describe
-from lq_lightning.foundation.checks import counted
-from lq_lightning.foundation.groups import RankGroups, shared_mesh, shared_split, world_group
-from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.reporting import QuantizationReport
-from lq_lightning.foundation.strategy_part import StrategyPart
-from lq_lightning.strategies.failures import Failures
+from lq_lightning.strategies.changing_nodes import ChangingNodes
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
-from lq_lightning.strategies.parts import QuantizedCollectives
-
-NODE, SHARD = "node", DATA  # axes of the mesh where nodes train alone
-
-
-class ReplicaGroups(StrategyPart):
-    """Nodes that train a replica of the model each, and average their progress in outer steps.
-
-    Between nodes nothing travels in an inner step: gradients, their norm, and the decision to skip
-    a step are a node's own. An outer step comes before anything that has to see one model: a
-    validation, a checkpoint, the end of ``fit``. So a checkpoint always lies between two cycles,
-    and the next one starts there, in the run that wrote it as in one that resumes. A fragment that
-    is under way then is merged first. After an error it is dropped, unless a callback saves.
-
-    Args:
-        strategy: Gives devices and the mesh.
-        config: Options of outer steps.
-        topology: Returns all ranks and nodes of the run.
-        collectives: Exchanges within nodes.
-        failures: Explains lost ranks.
-        min_quantized_numel: Smaller tensors travel in full precision.
-    """
-
-    def __init__(
-        self,
-        strategy: ModelParallelStrategy,
-        config: LocalSteps,
-        topology: Callable[[], Topology],
-        collectives: QuantizedCollectives,
-        failures: Failures,
-        min_quantized_numel: int,
-    ) -> None:
-        self._strategy, self._config, self._topology = strategy, config, topology
-        self._collectives, self._failures = collectives, failures
-        self._min_quantized_numel = min_quantized_numel
-        self._outer: OuterOptimizer | None = None
-
-    @property
-    def are_several(self) -> bool:
-        """Whether this run has several nodes."""
-        return self._topology().num_nodes > 1
-
-    def own_topology(self) -> Topology:
-        """Ranks of this node."""
-        every = self._topology()
-        size = every.node_size
-        return Topology(world_size=size, rank=every.local_rank, node_size=size)
-
-    @property
-    def own_group(self) -> dist.ProcessGroup:
-        """Ranks of this node, which take or skip optimizer steps together."""
-        mesh = self._strategy.device_mesh
-        if mesh[TENSOR].size() == 1:
-            return mesh.get_group(SHARD)
-        nodes = mesh.mesh.flatten(1).tolist()
-        return shared_split("model", world_group(), nodes, self._strategy.root_device)
-
-    @property
-    def column(self) -> dist.ProcessGroup:
-        """Ranks of all nodes with this rank's tensor-parallel shards."""
-        mesh = self._strategy.device_mesh
-        if mesh[TENSOR].size() == 1:
-            return world_group()
-        columns = mesh.mesh.flatten(0, 1).T.tolist()
-        return shared_split("column", world_group(), columns, self._strategy.root_device)
-
-    def all_meet(self) -> bool:
-        """Whether all ranks may wait for each other here, once in a cycle."""
-        return self._outer is None or self._outer.steps % self._config.every == 0
-
-    @property
-    def sent_nbytes(self) -> float | None:
-        """Bytes that this rank has sent to other nodes; None without an outer optimizer."""
-        return None if self._outer is None else self._outer.sent_nbytes
-
-    # --- setup ------------------------------------------------------------------------------------
-
-    def check(self, module: LightningModule, synchronizes_layers: bool) -> None:
-        """Refuse runs on one node, and synchronized batch norm."""
-        every, every_steps = self._topology(), self._config.every
-        owner = type(self._strategy).__name__
-        if module.trainer.state.fn == TrainerFn.FITTING and every.num_nodes == 1:
-            raise ValueError(
-                f"`{owner}(local_steps={every_steps})` lets nodes train alone, but this run has "
-                f"one node of {counted(every.node_size, 'rank')}, which has nobody to be "
-                "brought together with. Leave it out, give the Trainer `num_nodes`, or let a "
-                "smaller `node_size` emulate nodes."
-            )
-        if synchronizes_layers and every.num_nodes > 1:
-            raise ValueError(
-                f"`sync_batchnorm=True` does not go with `{owner}(local_steps={every_steps})`: "
-                "every such layer would wait for the other nodes. Leave one of them out."
-            )
-
-    def make_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return ``mesh``, or a new one if it has no axis of nodes."""
-        if NODE in (mesh.mesh_dim_names or ()):
-            return mesh
-        every = self._topology()
-        axes = {NODE: every.num_nodes, SHARD: every.node_size, TENSOR: mesh[TENSOR].size()}
-        return shared_mesh(self._strategy.root_device.type, axes)
-
-    def make_alike(self, module: LightningModule) -> None:
-        """Let all nodes start from the weights and buffers of the first; all ranks call it.
-
-        Refuses, on all ranks, models that differ between nodes.
-        """
-        mesh, device = self._strategy.device_mesh, self._strategy.root_device
-        by_name = sorted(module.named_parameters())
-        check_same_entries(
-            {name: describe(t) for name, t in (*by_name, *module.named_buffers())},
-            None,
-            device,
-            differ="nodes do not have the same model",
-            advice="Build it alike on all of them: names, shapes and dtypes of parameters and "
-            "buffers must not depend on the node, its ranks or its data.",
-        )
-        start_alike([local_tensor(p) for _, p in by_name], mesh.get_group(NODE), device)
-        broadcast_module_states(module, parameters=False, group=self.column)
-
-    def set_up(self, trainer: Trainer, module: LightningModule) -> None:
-        """Make the outer optimizer for a run of ``fit``."""
-        self._outer = None
-        if not dist.is_initialized():
-            return
-        mesh, every, config = self._strategy.device_mesh, self._topology(), self._config
-        self._outer = OuterOptimizer(
-            config,
-            every,
-            RankGroups(self.column, mesh.get_group(SHARD), mesh.get_group(NODE)),
-            names={p: clean_name(n) for n, p in module.named_parameters()},
-            min_quantized_numel=self._min_quantized_numel,
-            device=self._strategy.root_device,
-            units=[clean_name(n) for n, m in module.named_modules() if isinstance(m, FSDPModule)],
-        )
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, _OuterStepFirst) for callback in callbacks):
-            callbacks.insert(0, _OuterStepFirst(self))
-        bits = "fp32" if config.bits is None else f"{config.bits} bits"
-        rank_zero_info(
-            f"{every.num_nodes} nodes of {counted(every.node_size, 'rank')} train alone for "
-            f"{counted(config.every, 'step')} each time, and exchange what they have "
-            f"learned in {bits}"
-            + (f", in {config.fragments} fragments" if config.fragments > 1 else "")
-            + (f", while they train for {counted(config.delay, 'step')}" if config.delay else "")
-        )
-
-    # --- steps ------------------------------------------------------------------------------------
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Keep the weights that a cycle starts from."""
-        if self._outer is not None:
-            with self._failures.explained():
-                self._outer.begin_step(optimizer)
-
-    def after_optimizer_step(self, stepped: bool) -> None:
-        """Exchange what is due; other nodes may have taken a step skipped here."""
-        if self._outer is not None:
-            self._outer.steps += 1
-            if self._outer.is_due:
-                self._run(self._outer.exchange)
-
-    def outer_step(self) -> None:
-        """Average the nodes' progress since the last outer step; all ranks call it."""
-        if self._outer is not None and self._outer.steps:
-            self._run(self._outer.outer_step)
-
-    def _run(self, exchange: Callable[[], Collection[nn.Parameter]]) -> None:
-        communication = self._collectives.communication
-        if communication is not None:
-            communication.join()  # exchanges within nodes still read the weights
-        with self._failures.explained():
-            written = exchange()
-        if communication is not None and written:
-            # written by no optimizer step that differences could follow
-            communication.invalidate(written)
-
-    # --- checkpoints ------------------------------------------------------------------------------
-
-    def before_save(self) -> None:
-        """Take an outer step, so that one model is saved."""
-        self.outer_step()
-
-    def on_weights_loaded(self) -> None:
-        """Start the next cycle from the loaded weights."""
-        if self._outer is not None:
-            self._outer.forget()
-
-    @property
-    def tensor_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Kinds of tensors that the outer optimizer keeps."""
-        return () if self._outer is None else ("velocity", "anchor")
-
-    def kept(self, parameter: nn.Parameter) -> Iterable[Tensor]:
-        """What the outer optimizer keeps for a parameter."""
-        return () if self._outer is None else self._outer.kept(parameter)
-
-    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """The state of the outer optimizer."""
-        return {}, {} if self._outer is None else dict(self._outer.state())
-
-    def load_extra_state(
-        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Continue with the saved outer optimizer."""
-        if self._outer is not None:
-            self._outer.load_state(tensors)
-
-
-class _OuterStepFirst(Callback):
-    """Takes an outer step before any other callback looks at the weights."""
-
-    def __init__(self, groups: ReplicaGroups) -> None:
-        self._groups = groups
-
-    def _step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._groups.outer_step()
-
-    on_validation_start = on_train_end = _step
+from lq_lightning.strategies.replica_groups import ReplicaGroups
 
 
 class QuantizedFSDPStrategy(FullyShardedStrategy):
@@ -355,6 +122,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         self._groups: ReplicaGroups | None = None
         if local_steps is not None:
             self._groups = self._replica_groups(local_steps)
+            self.shares_data = self._changing is not None
             self.parts.append(self._groups)
             self._tensor.kept = self._groups.kept
 
@@ -370,7 +138,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
                 "be in one file. Save folders, and make one file of a folder with "
                 "`python -m lq_lightning.checkpoint.consolidate`."
             )
-        return ReplicaGroups(
+        kind = ReplicaGroups if local_steps.meet_at is None else ChangingNodes
+        return kind(
             self,
             local_steps,
             self.topology,
@@ -385,6 +154,16 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
     def _alone(self) -> ReplicaGroups | None:
         """The replica groups, if this run has several."""
         return self._groups if self._groups is not None and self._groups.are_several else None
+
+    @property
+    def _changing(self) -> ChangingNodes | None:
+        """This node among others that come and go, if ``local_steps`` says so."""
+        return self._groups if isinstance(self._groups, ChangingNodes) else None
+
+    @property
+    def seat(self) -> int | None:
+        """Number below ``max_nodes`` of this node among those that come and go, while it trains."""
+        return None if self._changing is None else self._changing.seat
 
     @property
     def nodes_train_alone(self) -> bool:
@@ -419,7 +198,14 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Different data on all ranks, including those that share a module."""
+        """Different data on all ranks, including those that share a module.
+
+        Nodes that come and go read the part of their seat, and validate alone.
+        """
+        changing = self._changing
+        if changing is not None and self._require_module().trainer.training:
+            size, most = self.world_size, changing.max_nodes
+            return {"num_replicas": most * size, "rank": changing.seat * size + self.global_rank}
         if self._alone is None:
             return super().distributed_sampler_kwargs
         every = self.topology()
@@ -447,6 +233,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         if self._groups is not None:
             self._groups.check(self._require_module(), self._layer_sync is not None)
         super().setup_environment()
+        if self._changing is not None:
+            self._changing.enter(self._require_module().trainer)
         if self._alone is not None:
             self._device_mesh = self._alone.make_mesh(self.device_mesh)
             set_device_mesh(self._require_module(), self._device_mesh)
@@ -468,6 +256,19 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         super().setup_optimizers(trainer)
         if self._groups is not None:
             self._groups.set_up(trainer, self._require_module())
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let a node that joins go on with its part of the data."""
+        dataloader = super().process_dataloader(dataloader)
+        if self._changing is not None:
+            self._changing.skip_read_batches(dataloader)
+        return dataloader
+
+    def teardown(self) -> None:
+        """Leave the other nodes."""
+        if self._changing is not None:
+            self._changing.leave()
+        super().teardown()
 
     def quantization_report(self) -> QuantizationReport | None:
         """Report also the bytes that outer steps have sent."""
