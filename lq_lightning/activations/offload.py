@@ -7,9 +7,16 @@ compiled code: that is the one place that everything passes, codes of our functi
 code saves, and inputs of checkpointed regions. Storages move, whole and once, however many views of
 them are saved. Weights and buffers stay, as does what the caller of a block holds anyway (tensors
 that need no gradient, such as masks and rotary tables), what outlived a block before, small
-tensors, tensor subclasses and small parts of large storages. A tensor that changes after it was
-saved is an error when it is read, as in torch; a write that no version counter shows is looked for
-in the first pass of each block, and not later: that would read all of it twice in every pass.
+tensors, tensor subclasses and small parts of large storages.
+
+*Writes.* A tensor that changes after it was saved is an error when it is read, as in torch. Writes
+that no version counter shows are found by sums of the source's parts, taken when it is saved and
+again when it is let go, ``window`` blocks later, in every pass. If they differ, the copy may be of
+either state, and an optimizer step after its use in backward is refused. What is read while its
+source is held needs no check. Two reads of what moves cost a fiftieth of its copy each. The host
+reads the results on the stream of copies out, so it waits for the forward pass only. Not seen: a
+write that is undone before the source is let go, or keeps all sums; and one after that, to what
+something else still holds.
 
 *How.* One stream copies out, one copies in. The source of a copy is held until the stream that it
 came from has been told to wait for the copy; only then may the allocator hand its memory out again.
@@ -26,6 +33,7 @@ last of them, however the graph ends: after backward, a second one (``retain_gra
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lq_lightning._compat.modules import unwrap_call, wrap_call
 from lq_lightning._compat.saved_tensors import (
@@ -87,13 +96,13 @@ class _Record:
     """
 
     value: Tensor | None = None
-    sum: Tensor | None = None
+    sums: Tensor | None = None  # of the source when it was saved
+    compared: tuple[str, Tensor] | None = None  # the block's name; has the source changed since?
     # copies out and back are done; the stream that the source came from, and the value goes to
     copied: Any = None
     arrived: Any = None
     home: Any = None
     users = taken = 0
-    was_read = False
 
     def __init__(self, tensor: Tensor, flat: Tensor, extents: tuple[Extent, ...]) -> None:
         self.key, self.reference = storage_key(tensor), storage_reference(tensor)
@@ -158,8 +167,10 @@ def _check_version(tensor: Tensor, version: int) -> None:
         )
 
 
-def _sum(flat: Tensor) -> Tensor:
-    return (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).sum(dtype=torch.int64)
+def _sums(flat: Tensor) -> Tensor:
+    """Add up the bits of equal parts, which other values change, and values in other places."""
+    words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
+    return words.view(math.gcd(words.numel(), 1024), -1).sum(1, dtype=torch.int64)
 
 
 def _is_fake(tensor: Tensor) -> bool:
@@ -243,11 +254,11 @@ class Offload:
         self._resident: deque[_Group] = deque()
         self._dead: deque[_Record] = deque()
         self._streams: tuple[Any, ...] = ()  # out, in
-        self._checked: set[str] = set()  # blocks whose first pass was looked at
-        self._differ: deque[tuple[str, Tensor]] = deque()
+        self._compared: list[tuple[str, Tensor]] = []  # whose copies backward has read
         for index, (name, unit) in enumerate(self._units.items()):
             wrap_call(unit, self._caller(index, name, unit))
             around_checkpoint_function(unit, self._caller(index, name, unit))
+        self._before_steps = register_optimizer_step_pre_hook(lambda *_: self.check_writes())
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -345,8 +356,7 @@ class Offload:
         wait = (lambda event: None) if out is None else out.wait_event
         record = _Record(tensor, flat, self.pool.take(flat.numel(), wait))
         keep = _Moved(tensor, record, group, self._dead)  # gives the buffer back after an error
-        if group.name not in self._checked:
-            record.sum = _sum(flat)
+        record.sums = _sums(flat)
         host = self.pool.parts(record.extents, record.nbytes)
         parts = torch.split(flat, [part.numel() for part in host])
         if out is None:
@@ -362,24 +372,24 @@ class Offload:
         return keep
 
     def _let_go(self, group: _Group) -> None:
-        """Give the memory of sources back, once their copies are done."""
+        """Give the memory of sources back, once they are compared and their copies are done."""
         for record in group.records.values():
             source = record.source
             if source is None:
                 continue
-            record.let_go()
             if source.untyped_storage().nbytes() != record.nbytes:
                 raise RuntimeError(
                     f"A tensor saved in `{group.name}` was resized by something else before its "
                     "copy to the host was done: remove `offload`, which cannot move such memory."
                 )
-            if record.sum is not None and record.users and not record.was_read:
-                stream = nullcontext() if record.home is None else streams.on_stream(record.home)
-                with torch.no_grad(), stream:
-                    self._differ.append((group.name, _sum(source) != record.sum))
-                self._checked.add(group.name)
-            record.sum = None
-            del source
+            if record.sums is not None and record.users:
+                home = record.home
+                with nullcontext() if home is None else streams.on_stream(home):
+                    record.compared = group.name, (_sums(source) != record.sums).any()
+                if home is not None:
+                    self._stream(0).wait_stream(home)  # where the host reads it
+            record.sums = source = None
+            record.let_go()
             self._note_outliving(record)
 
     def _note_outliving(self, record: _Record) -> None:
@@ -387,17 +397,20 @@ class Offload:
             self._outliving[record.key] = record.reference
 
     def check_writes(self) -> None:
-        """Raise if a block's first forward wrote to a tensor after saving it, unseen by torch."""
-        while self._differ:
-            name, differs = self._differ[0]
-            if bool(differs):  # and again, if that is caught
-                raise RuntimeError(
-                    f"`{name}` writes to a tensor after it was saved for backward, past autograd's "
-                    "version counters (`.data`, or a kernel of another library). Copies of such "
-                    "tensors on the host would be of either state: remove `offload`, or write to a "
-                    "copy."
+        """Raise if backward has read a copy of what was written to after it was saved."""
+        if not self._compared:
+            return
+        out = self._stream(0)
+        with nullcontext() if out is None else streams.on_stream(out):
+            if bool(torch.stack([differs for _, differs in self._compared]).any()):
+                name = next(name for name, differs in self._compared if differs)
+                raise RuntimeError(  # and again, if that is caught
+                    f"A tensor that `{name}` saved for backward was written to afterwards, by it "
+                    "or a block behind it, past autograd's version counters (`.data`, or a kernel "
+                    "of another library). Its copy on the host may be of either state: remove "
+                    "`offload`, or write to a copy."
                 )
-            self._differ.popleft()
+        self._compared.clear()
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -407,8 +420,6 @@ class Offload:
             return packed.tensor
         moved: _Moved = packed
         _check_version(moved.versions, moved.version)
-        if self._differ:
-            self.check_writes()
         self._last, self._is_forward = None, False  # what is called next is another forward's
         self._bury()
         record = moved.record
@@ -424,7 +435,10 @@ class Offload:
             _check_version(flat, record.writes)  # by the backward of another that read it
             whole = flat[: flat.numel() // moved.dtype.itemsize * moved.dtype.itemsize]
             part: Tensor = whole.view(moved.dtype).as_strided(*moved.view).detach()
-        record.taken, record.was_read = record.taken + 1, True
+        if record.compared is not None:
+            self._compared.append(record.compared)
+            record.compared = None
+        record.taken += 1
         if record.taken >= record.users:  # whoever reads it holds it now
             record.value, record.taken = None, 0
         return part
@@ -527,6 +541,7 @@ class Offload:
     def remove(self) -> None:
         """Give the blocks their calls back; idempotent. Graphs that exist stay valid."""
         self.enabled = False
+        self._before_steps.remove()
         for unit in self._units.values():
             around_checkpoint_function(unit, None)
             unwrap_call(unit)

@@ -334,6 +334,7 @@ class ActivationQuantization(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         self._adaptation.finish()
         if self._offload is not None:
+            self._offload.check_writes()  # where no optimizer of torch makes the steps
             self._offload.settle()
             if said := self._offload.share.decide(trainer.strategy.root_device):
                 rank_zero_info(f"{type(self).__name__}(offload={self._amount!r}): {said}")

@@ -19,7 +19,8 @@ exchange, second     the all-gather between nodes; with one node, within it
 exchange, third      the all-gather within the node, decode, add to the replica
 reductions, second   the last exchange of gradient reductions
 reductions, third    decode its messages and add them to the result
-offload, out and in  copies of saved activations to pinned host memory, and back
+offload, out and in  copies of saved activations to pinned host memory, and back; on the first, also
+                     whether any was written to, which the host waits for before a step
 outer steps          messages of a fragment between nodes that train alone, which the computing
                      stream has encoded, and decodes some steps later
 votes                the reduction of a few bytes by which ranks agree, which may wait for the

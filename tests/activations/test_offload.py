@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {"min_nbytes": 256, "slab_nbytes": 1 << 20}
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Offload]]:
-    """Make offloads that are removed in the end."""
+    """Make offloads that are removed in the end, and have found no writes unless removed before."""
     made: list[Offload] = []
 
     def start(model: nn.Module, amount: str | float = 1.0, **options: Any) -> Offload:
@@ -45,7 +45,12 @@ def start() -> Iterator[Callable[..., Offload]]:
 
     yield start
     for each in made:
-        each.remove()
+        try:
+            if each.enabled:
+                each.check_writes()
+                assert not each._compared
+        finally:
+            each.remove()
         assert not each.pool.used_nbytes
 
 
@@ -204,14 +209,14 @@ def _after(run: Callable[[Any], None], model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def _races(run: Callable[[SmallLlama], None], way: str = "agoq") -> list[Any]:
-    model, _ = made(way)
+def _races(run: Callable[[Any], None], model: nn.Module) -> list[Any]:
     model.eval()
     expected = _after(run, model)
     with replaced(host_memory, "_ALIGNMENT", PAGE), recorded_streams() as recorder:
         moving = Offload(model, 1.0, min_nbytes=256, slab_nbytes=PAGE)
         for _ in range(2):
             assert equal(_after(run, model), expected)
+            moving.check()
         moving.settle()
         assert not moving.pool.used_nbytes
         moving.remove()
@@ -247,7 +252,12 @@ def _partly(model: SmallLlama) -> None:
     [(_micro_batches, "agoq"), (_twice, "eager"), (_dropped, "agoq"), (_partly, "eager")],
 )
 def test_nothing_races(run: Callable[[SmallLlama], None], way: str) -> None:
-    assert _races(run, way) == []
+    assert _races(run, made(way)[0]) == []
+
+
+def test_no_race_where_no_copy_follows_the_last_comparison() -> None:
+    model = nn.Sequential(*(Wide(torch.tanh) for _ in range(3)), Wide(lambda x: x), Sum())
+    assert _races(lambda model: model(torch.ones(64, 32)).backward(), model) == []
 
 
 @pytest.mark.parametrize(
@@ -262,7 +272,7 @@ def test_races_would_be_found(deaf: int, found: str, monkeypatch: pytest.MonkeyP
             wait(self, event)
 
     monkeypatch.setattr(Stream, "wait_event", wait_event)
-    kinds = {race.kind for race in _races(_twice)}
+    kinds = {race.kind for race in _races(_twice, made("agoq")[0])}
     assert found in kinds
 
 
@@ -507,19 +517,112 @@ def test_a_change_in_backward_is_an_error_in_the_next(start: Callable[..., Offlo
             loss.backward()
 
 
-@pytest.mark.parametrize("blocks", [2, 4])
-def test_a_change_that_torch_does_not_see_is_refused(
-    blocks: int, start: Callable[..., Offload]
+def _on_passes(passes: set[int], change: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
+    calls = iter(range(1, 100))
+    return lambda y: change(y) if next(calls) in passes else None
+
+
+def _double(y: Tensor) -> None:
+    y.data.mul_(2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("passes", "change", "accumulated"),
+    [
+        ({1}, _double, 1),
+        ({2}, _double, 1),
+        ({5}, lambda y: y.data[3, :2].neg_(), 1),  # a view of it
+        ({2}, lambda y: y.data.copy_(y.data.flip(0)), 1),  # the same values
+        ({2}, _double, 3),  # passes without writes follow before the step
+    ],
+)
+def test_a_write_that_torch_does_not_see_reaches_no_step(
+    passes: set[int],
+    change: Callable[[Tensor], Any],
+    accumulated: int,
+    device: str,
+    start: Callable[..., Offload],
 ) -> None:
-    """Also where the first pass of a block was read before it had left the device."""
-    model = nn.Sequential(*(Changing(lambda y: y.data.mul_(2)) for _ in range(blocks)), Sum())
-    moving, x = start(model), torch.randn(64, 32)
-    if blocks == 2:
+    blocks = [Changing(lambda y: None) for _ in range(5)]
+    blocks[1].change = _on_passes(passes, change)
+    model, x = nn.Sequential(*blocks, Sum()).to(device), torch.randn(64, 32, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    moving = start(model)
+    for number in range(1, max(passes) + accumulated):
         model(x).backward()
-    with pytest.raises(RuntimeError, match="`0` writes to a tensor after it was saved"):
-        [model(x) for _ in range(2)][0].backward()
-    with pytest.raises(RuntimeError, match="`0` writes to a tensor after it was saved"):
+        if number % accumulated == 0 and number < max(passes):
+            optimizer.step()
+            optimizer.zero_grad()
+    before = [p.clone() for p in model.parameters()]
+    for step in (optimizer.step, moving.check, optimizer.step):
+        with pytest.raises(RuntimeError, match="A tensor that `1` saved for backward was written"):
+            step()
+    assert equal([*model.parameters()], before)
+    moving.remove()
+    optimizer.step()
+
+
+def test_a_write_by_the_next_block_is_refused(start: Callable[..., Offload]) -> None:
+    class Overwriting(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            x.data.mul_(0.5)
+            return super().forward(x)
+
+    blocks = [(Overwriting if n == 2 else Wide)(torch.tanh) for n in range(5)]
+    moving = start(model := nn.Sequential(*blocks, Sum()))
+    model(torch.randn(64, 32)).backward()
+    with pytest.raises(RuntimeError, match="`1` saved .* by it or a block behind it"):
         moving.check()
+    moving.remove()
+
+
+def test_only_copies_that_are_read_must_equal_their_sources(start: Callable[..., Offload]) -> None:
+    model, x = nn.Sequential(*(Changing(_double) for _ in range(2)), Sum()), torch.randn(64, 32)
+    expected = gradients(model, x)
+    moving = start(model)
+    model.zero_grad()
+    loss = model(x)
+    loss.backward(retain_graph=True)  # of what is on the device still
+    assert equal([p.grad for p in model.parameters() if p.grad is not None], expected)
+    for _ in range(3):
+        unread = model(x)
+    moving.check()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="`1` saved"):
+        moving.check()
+    moving.remove()
+    del unread
+
+
+class Overwritten(InPlace):
+    """The same, unseen."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        ctx.saved_tensors[0].data.mul_(dy)
+        return dy
+
+
+@pytest.mark.parametrize("function", [InPlace, Overwritten])
+def test_backward_may_overwrite_what_a_kept_graph_does_not_read_again(
+    function: Any, start: Callable[..., Offload]
+) -> None:
+    model, x = nn.Sequential(*(Wide(function.apply) for _ in range(2)), Sum()), torch.randn(64, 32)
+    moving, kept = start(model), list[Tensor]()
+    for _ in range(3):
+        kept = [*kept[-1:], model(x)]
+        kept[-1].backward(retain_graph=True)
+        moving.check()
+
+
+def test_a_change_of_what_is_not_read_is_none(start: Callable[..., Offload]) -> None:
+    """Copies of the first block come back, but no gradient of it is wanted."""
+    changes: list[Any] = [lambda y: y.add_(1), *[lambda y: None] * 3]
+    blocks = map(Changing, changes)
+    moving = start(model := nn.Sequential(*blocks, Sum()))
+    torch.autograd.grad(model(torch.randn(64, 32)), [*model[1:].parameters()])
+    moving.check()
 
 
 def test_a_storage_saved_again_after_a_change_is_another(start: Callable[..., Offload]) -> None:

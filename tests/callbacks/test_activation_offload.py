@@ -154,3 +154,46 @@ def test_a_run_that_moves_nothing_is_refused_before_its_first_update(tmp_path: P
         run.fit(module, _data(4))
     assert all(map(torch.equal, before, module.parameters()))
     assert all("_compiled_call_impl" not in m.__dict__ for m in module.modules())
+
+
+class Writing(Module):
+    """Writes to what an attention has saved, past version counters, in its third pass."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.automatic_optimization = way, not way.startswith("own")
+        attention, held, passes = self.net.blocks[0].attention, list[Tensor](), iter(range(4))
+
+        def write(*_: Any) -> None:
+            held.pop().data.mul_(1 + (next(passes) == 2))
+
+        attention.v_proj.register_forward_hook(lambda m, args, y: held.append(y))
+        attention.register_forward_hook(write)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.before = [p.detach().clone() for p in self.parameters()]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            loss.backward()
+        if self.way == "own steps of an optimizer":
+            self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]
+        return loss
+
+
+@pytest.mark.parametrize(
+    "way", ["automatic", "accumulated", "own steps of an optimizer", "own steps"]
+)
+def test_writes_that_torch_does_not_see_reach_no_step(way: str, tmp_path: Path) -> None:
+    callbacks = [ActivationQuantization(offload=1.0)]
+    batches = 2 if way == "accumulated" else 1
+    run = trainer("auto", str(tmp_path), 1, callbacks=callbacks, accumulate_grad_batches=batches)
+    module = Writing(way)
+    with (
+        replaced(activation_quantization, "Offload", SMALL),
+        pytest.raises(RuntimeError, match="`net.blocks.0` saved for backward was written to"),
+    ):
+        run.fit(module, _data())
+    assert all(map(torch.equal, module.before, module.parameters()))
