@@ -29,6 +29,7 @@ from lq_lightning.kernels.optimizer_step.triton_codes import (
     groups_of_lanes,
     inner_columns,
     lane_columns,
+    nearby_levels,
 )
 
 QUANTIZED = [name for name in FORMATS if name != "float32"]
@@ -222,7 +223,8 @@ def encode_kernel(
     offsets = group * 128 + lane_columns(AT_ONCE) + inner_columns(AT_ONCE)
     x = tl.load(x_ptr + offsets)
     noise = tl.load(noise_ptr + offsets).to(tl.uint32)
-    codes, scale, exponent = encode_groups_in_triton(x, levels_ptr, noise, FORMAT)
+    levels = nearby_levels(levels_ptr, FORMAT)
+    codes, scale, exponent = encode_groups_in_triton(x, levels, noise, FORMAT)
     tl.store(codes_ptr + offsets, codes)
     tl.store(scale_ptr + group, tl.broadcast_to(scale, group.shape))
     tl.store(exponent_ptr + group, tl.broadcast_to(exponent, group.shape))
