@@ -4,10 +4,11 @@
 
 Four nodes of one CPU rank train a small GPT on Python files, with ``LocalSteps(meet_at=...)``. At
 random moments one is killed (SIGKILL) and started again, or its link is cut for 20 seconds; with
-``--slow 1`` one takes half as many steps in the same time. A second run of the same length, with
-nothing of this, gives the loss to compare with. The report has, for both, what each node logged of
-its rounds, the longest pause between two steps of a node that was not disturbed, the final loss,
-and whether all final weights are equal. Needs root and ip (package iproute2).
+``--slow 1`` one takes half as many steps in the same time. Two further runs with nothing of this
+give losses to compare with: one of four nodes, and one of so many that they take about as many
+steps together as were taken in spite of all. The report has the members of rounds, waits, the
+longest pause between two steps of a node that was not disturbed itself, the final loss, and whether
+all final weights are equal. Needs root and ip (package iproute2).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from lq_lightning import LocalSteps, QuantizedFSDPStrategy
 _CONFIG = GPTConfig(layers=2, hidden=64, heads=4, seq=64, vocab=264)
 _LR, _BATCH, _PORT = 3e-3, 8, 29400
 _CUT_S = 20.0
+_OF_NODES = ("node", "lines", "meet_at")
 
 
 # --- a node ---------------------------------------------------------------------------------------
@@ -159,12 +161,14 @@ def _namespaces(count: int, subnet: str) -> Iterator[None]:
 class _Run:
     """Nodes on hosts 1 and on, which meet at host 0."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, subnet: str, slow: int) -> None:
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, subnet: str, count: int, slow: int
+    ) -> None:
         self._options, self._folder, self._address = options, folder, f"{subnet}.1:{_PORT}"
         self._slow = slow
         self._meet = self._start(0, ["-m", "lq_lightning.planning.cli", "meet"])
         time.sleep(4.0)
-        self.nodes = [self.start(node) for node in range(options.nodes)]
+        self.nodes = [self.start(node) for node in range(count)]
 
     def _start(self, host: int, words: list[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -223,12 +227,10 @@ def _disturb(run: _Run, options: argparse.Namespace) -> list[dict[str, Any]]:
     return events
 
 
-def _summary(
-    folder: Path, events: list[dict[str, Any]], options: argparse.Namespace
-) -> dict[str, Any]:
+def _summary(folder: Path, count: int, events: list[dict[str, Any]]) -> dict[str, Any]:
     lines = [
         [json.loads(line) for line in (folder / f"node{node}.jsonl").read_text().splitlines()]
-        for node in range(options.nodes)
+        for node in range(count)
     ]
     pauses: list[float] = []
     for node, found in enumerate(lines):
@@ -240,7 +242,7 @@ def _summary(
     finals = [line for found in lines for line in found if "final_loss" in line]
     rounds = [line for found in lines for line in found if "nodes/round" in line]
     present = {int(line["nodes/round"]): int(line["nodes/members"]) for line in rounds}
-    counts = {n: sum(m == n for m in present.values()) for n in range(1, options.nodes + 1)}
+    counts = {n: sum(m == n for m in present.values()) for n in range(1, count + 1)}
     return {
         "events": events,
         "rounds": len(present),
@@ -251,29 +253,34 @@ def _summary(
         "steps": sum("ended" in line for found in lines for line in found),
         "nodes_at_end": len(finals),
         "equal_weights": len({line["weights"] for line in finals}) == 1,
-        "final_loss": [line["final_loss"] for line in finals],
+        "final_loss": finals[0]["final_loss"],
         "seconds": max(f[-1]["time"] for f in lines) - min(f[0]["time"] for f in lines),
     }
 
 
+def _run(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run so many nodes to their end, disturbed if that is the name."""
+    subnet, disturbed = "10.113.7", name == "disturbed"
+    with tempfile.TemporaryDirectory() as place, _namespaces(options.nodes + 1, subnet):
+        folder = options.keep / name if options.keep else Path(place)
+        folder.mkdir(parents=True, exist_ok=True)
+        run = _Run(options, folder, subnet, count, options.slow - 1 if disturbed else -1)
+        try:
+            events = _disturb(run, options) if disturbed else []
+            run.finish()
+        finally:
+            run.stop()
+        found = _summary(folder, count, events)
+    print(name, json.dumps({k: v for k, v in found.items() if k != "events"}), flush=True)
+    return found
+
+
 def _study(options: argparse.Namespace) -> None:
-    results, subnet = {}, "10.113.7"
-    for name in ("undisturbed", "disturbed"):
-        slow = options.slow - 1 if name == "disturbed" else -1
-        with tempfile.TemporaryDirectory() as place, _namespaces(options.nodes + 1, subnet):
-            folder = options.keep / name if options.keep else Path(place)
-            folder.mkdir(parents=True, exist_ok=True)
-            run = _Run(options, folder, subnet, slow)
-            try:
-                events = _disturb(run, options) if name == "disturbed" else []
-                run.finish()
-            finally:
-                run.stop()
-            results[name] = _summary(folder, events, options)
-            print(name, json.dumps({k: v for k, v in results[name].items() if k != "events"}))
-    settings = {
-        n: v for n, v in vars(options).items() if n not in ("json", "node", "lines", "keep")
-    }
+    results = {"disturbed": _run("disturbed", options.nodes, options)}
+    as_many = max(1, round(results["disturbed"]["steps"] / options.steps))
+    for count in sorted({options.nodes, as_many}, reverse=True):
+        results[f"undisturbed, {count} nodes"] = _run("undisturbed", count, options)
+    settings = {n: v for n, v in vars(options).items() if n not in ("json", "keep", *_OF_NODES)}
     write_report(options.json, "changing_nodes", {"settings": settings, **results})
 
 
@@ -292,12 +299,11 @@ def main() -> None:
     add("--pause-s", type=float, default=8.0, help="between accidents, on average (%(default)s)")
     add("--seed", type=int, default=0)
     add("--keep", type=Path, help="folder for what the nodes print")
-    for hidden in ("--node", "--lines", "--meet-at"):
-        kind: dict[str, Any] = {"action": "store_true"} if hidden == "--node" else {"type": str}
-        add(hidden, help=argparse.SUPPRESS, **kind)
+    add("--node", action="store_true", help=argparse.SUPPRESS)
+    add("--lines", type=Path, help=argparse.SUPPRESS)
+    add("--meet-at", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.node:
-        options.lines = Path(options.lines)
         _train(options)
     else:
         _study(options)
