@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
 import secrets
 import shutil
 import socket
@@ -17,6 +18,8 @@ from urllib.parse import quote
 
 _CHUNK_NBYTES = 1 << 20
 _NAME, _LOCK = "lq-node-", "lock"
+# A proxy, for which the environment may have an address, would answer for nodes that are gone.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -96,9 +99,13 @@ def _remove_left_over() -> None:
 def is_served(url: str, timeout: float) -> bool | None:
     """Whether a folder is served under a URL; None if its machine does not answer in time."""
     try:
-        with urllib.request.urlopen(f"{url}/", timeout=timeout):
+        with _DIRECT.open(f"{url}/", timeout=timeout):
             return True
     except urllib.error.HTTPError:  # another process has the port
+        return False
+    except ConnectionError:  # it has answered with the end of the connection
+        return None
+    except http.client.HTTPException:  # another process has the port, which speaks something else
         return False
     except (urllib.error.URLError, OSError) as error:
         reason = getattr(error, "reason", error)
@@ -113,7 +120,7 @@ def fetch(url: str, name: str, target: Path, timeout: float) -> int:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part, count = target.with_name(f"{target.name}.part"), 0
-    with urllib.request.urlopen(f"{url}/{quote(name)}", timeout=timeout) as source:
+    with _DIRECT.open(f"{url}/{quote(name)}", timeout=timeout) as source:
         expected = int(source.headers["Content-Length"])
         with part.open("wb") as file:
             while chunk := source.read(_CHUNK_NBYTES):
