@@ -21,7 +21,12 @@ never applies a mean that another does not have.
 
 *Who was away.* The messages of a round lie on the disks of its members for a while. A node that was
 not in it fetches and applies them, so its outer state equals the others' again in every bit. A new
-node starts from a checkpoint that a member saves for it at the end of a round.
+node starts from a checkpoint that a member saves for it at the end of a round. If all are gone, it
+starts anew with the number of the next round, which counts by itself: so nobody who comes back
+takes its state for that of the round before.
+
+*The end.* A node whose training has ended says so when it comes to a round, and its members end
+with that round.
 """
 
 from __future__ import annotations
@@ -45,8 +50,11 @@ _PREFIX = "lq_lightning/nodes"
 _OPERATION = 10.0  # seconds after which an operation of the store is tried again
 _POLL = 0.02
 _LISTEN = 0.1  # between looks of a node that trains
+_MOST_ATTEMPTS = 10
 _PROBE = 1.0  # before missing nodes are looked for, and that long
 PORT = 29400
+# Outcomes of an attempt. With the last one a node starts anew, whose state no other node has.
+_COUNTS, _DOES_NOT_COUNT, _ANEW = "counts", "does not count", "anew"
 
 
 class Member(NamedTuple):
@@ -57,12 +65,14 @@ class Member(NamedTuple):
         name: Of its process, so that another one in the same seat is another node.
         step: Optimizer steps of the run, as it counts them.
         taken: Those that it has taken since its last round.
+        ends: 1 if its training has ended, with which the run ends.
     """
 
     seat: int
     name: str
     step: int = 0
     taken: int = 0
+    ends: int = 0
 
     def __str__(self) -> str:
         """Write it for :meth:`read`."""
@@ -88,12 +98,22 @@ class Round(NamedTuple):
         """Members that have taken a step, over whose progress the mean is."""
         return sum(member.taken > 0 for member in self.members)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the run ends with it: all members know, since they agree on each other."""
+        return any(member.ends for member in self.members)
+
 
 class Latest(NamedTuple):
     """The last round that counts; 0 is the start of the run, of the node that started it."""
 
     number: int
     members: tuple[Member, ...]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the run has ended with it."""
+        return any(member.ends for member in self.members)
 
     def __str__(self) -> str:
         """Write it for :meth:`read`."""
@@ -131,14 +151,14 @@ class PatientStore:
 
     Args:
         address: ``"host:port"`` of the store.
-        patience: Seconds after which an operation that keeps failing raises.
+        patience: Seconds after which an operation that keeps failing raises; may be set.
 
     Raises:
         RuntimeError: In every operation, if the store does not answer.
     """
 
     def __init__(self, address: str, patience: float) -> None:
-        self._address, self._patience = address, patience
+        self._address, self.patience = address, patience
         self._store: Store | None = None
 
     def connect(self) -> Store:
@@ -150,16 +170,16 @@ class PatientStore:
         return PrefixStore(_PREFIX, made)
 
     def _call(self, operation: Callable[[Any], Any]) -> Any:
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self.patience
         while True:
             try:
-                return _within(_OPERATION, lambda: operation(self._connected()))
+                return _within(_OPERATION + 1, lambda: operation(self._connected()))
             except (RuntimeError, TimeoutError) as error:
                 self._store = None
                 if time.monotonic() > deadline:
                     raise RuntimeError(
                         f"the meeting point {self._address} has not answered for "
-                        f"{self._patience:g} s: {str(error).splitlines()[0]}. Start "
+                        f"{self.patience:g} s: {str(error).splitlines()[0]}. Start "
                         "`lq-lightning meet` there, or check the network and `meet_at`."
                     ) from error
                 time.sleep(_LISTEN)
@@ -242,11 +262,13 @@ class Meeting:
         self._ear = PatientStore(address, 10 * wait)  # of the thread that listens
         self._url, self._max_nodes, self._wait = url, max_nodes, wait
         self._name = secrets.token_hex(4)
+        self._mine = f"{self._name} {url}"
         self.seat = -1
         self._listened_for = 0
         self._called = 0
         self._deaf: Exception | None = None
         self._ended = threading.Event()
+        self._listener: threading.Thread | None = None
 
     # --- coming ---------------------------------------------------------------------------------
 
@@ -282,8 +304,7 @@ class Meeting:
             time.sleep(_LISTEN)
 
     def _take(self, seat: int, owner: str | None) -> bool:
-        mine = f"{self._name} {self._url}"
-        taken = self.store.propose(f"seat/{seat}", mine, owner or "") == mine
+        taken = self.store.propose(f"seat/{seat}", self._mine, owner or "") == self._mine
         if taken:
             self.seat = seat
         return taken
@@ -309,9 +330,9 @@ class Meeting:
         text = self.store.read("latest")
         return None if text is None else Latest.read(text)
 
-    def me(self, step: int = 0, taken: int = 0) -> Member:
+    def me(self, step: int = 0, taken: int = 0, *, ends: bool = False) -> Member:
         """This node as a member."""
-        return Member(self.seat, self._name, step, taken)
+        return Member(self.seat, self._name, step, taken, int(ends))
 
     def url_of(self, member: Member) -> str | None:
         """Where the files of a node are, if it still has its seat."""
@@ -319,18 +340,22 @@ class Meeting:
         return url if url and name == member.name else None
 
     def living(self) -> dict[Member, str]:
-        """Other members of the last round that can be reached, and where their files are."""
+        """Others that have the result of the last round, and where their files are."""
         latest = self.latest() or Latest(0, ())
-        others = (member for member in latest.members if member.name != self._name)
-        urls = {member: self.url_of(member) for member in others}
+        known = {m.name: m for m in latest.members} | self._by_name(f"new/{latest.number + 1}")
+        urls = {m: self.url_of(m) for m in known.values() if m.name != self._name}
         return {m: url for m, url in urls.items() if url and is_served(url, _PROBE)}
 
     def start_or_find(self) -> dict[Member, str]:
-        """Return nodes that train, for a state to start from; none if this one starts the run."""
-        deadline = time.monotonic() + self._wait
+        """Return nodes that train, for a state to start from; none if this one starts the run.
+
+        Raises:
+            RuntimeError: The run has ended, or this node does not reach those that train.
+        """
+        deadline, first = time.monotonic() + self._wait, self.latest()
         while True:
             latest = self.latest()
-            if latest is not None and self.has_ended():
+            if latest is not None and latest.is_last:
                 raise RuntimeError(
                     f"the run at this meeting point has ended with round {latest.number}. For "
                     "another run start another `lq-lightning meet`."
@@ -338,12 +363,31 @@ class Meeting:
             if living := self.living():
                 return living
             # a node that started has a moment to be heard; without members nobody has started
-            if latest is None or time.monotonic() > deadline or self._all_gone(latest):
-                first = Latest(0 if latest is None else latest.number, (self.me(),))
-                before = "" if latest is None else str(latest)
-                if self.store.propose("latest", str(first), before) == str(first):
+            gone = latest is None or self._all_gone(latest)
+            if gone or time.monotonic() > deadline:
+                if not gone and latest != first:
+                    raise RuntimeError(
+                        "others train, but this node does not reach them. Check the network, and "
+                        "start it again."
+                    )
+                if self._start(latest):
                     return {}
+            elif first is not None:
+                self.store.write(f"call/{first.number + 1}", self._name)
             time.sleep(_LISTEN)
+
+    def _start(self, latest: Latest | None) -> bool:
+        """Start the run, or start it anew after a round whose members are gone."""
+        number = 0
+        if latest is not None:
+            number, counts = latest.number + 1, True
+            while counts:  # rounds of which nobody could tell any more
+                attempt, counts = self.attempts(number)
+                number += counts
+            if self.store.propose(f"outcome/{number}/{attempt}", _ANEW) != _ANEW:
+                return False
+        proposed, before = str(Latest(number, (self.me(),))), "" if latest is None else str(latest)
+        return self.store.propose("latest", proposed, before) == proposed
 
     def _all_gone(self, latest: Latest) -> bool:
         urls = [self.url_of(member) for member in latest.members]
@@ -388,8 +432,8 @@ class Meeting:
 
     def listen(self, after: int) -> None:
         """Listen in a thread for calls of the round that follows, until :meth:`leave`."""
-        first, self._listened_for = not self._listened_for, after + 1
-        if not first:
+        self._listened_for = after + 1
+        if self._listener is not None:
             return
 
         def listen() -> None:
@@ -402,7 +446,8 @@ class Meeting:
                     self._deaf = error
                     return
 
-        threading.Thread(target=listen, daemon=True).start()
+        self._listener = threading.Thread(target=listen, daemon=True)
+        self._listener.start()
 
     @property
     def is_called(self) -> bool:
@@ -415,7 +460,7 @@ class Meeting:
         """The newest attempt at a round, and whether it counts; else it is under way or to come."""
         attempt = 0
         while outcome := self.store.read(f"outcome/{number}/{attempt}"):
-            if outcome == "counts":
+            if outcome in (_COUNTS, _ANEW):
                 return attempt, True
             attempt += 1
         return attempt, False
@@ -425,13 +470,14 @@ class Meeting:
         text = self.store.read(f"members/{number}/{attempt}") or ""
         return tuple(sorted(map(Member.read, filter(None, text.split(",")))))
 
-    def gather(self, number: int, step: int, taken: int) -> Round | None:
+    def gather(self, number: int, step: int, taken: int, *, ends: bool = False) -> Round | None:
         """Come to a round and wait for the others.
 
         Args:
             number: That follows the last round of which this node has the result.
             step: Optimizer steps of the run, as this node counts them.
             taken: Those of this node since its last round.
+            ends: Whether the run is to end with this round.
 
         Returns:
             The attempt to take part in; None if this node came too late for it.
@@ -440,7 +486,13 @@ class Meeting:
             RuntimeError: Another node has this one's seat.
         """
         began = time.monotonic()
-        if not (self.store.read(f"seat/{self.seat}") or "").startswith(f"{self._name} "):
+        owner = self.store.read(f"seat/{self.seat}")
+        if owner is None:
+            raise RuntimeError(
+                "the meeting point was started again, and knows nothing of this run. Start all "
+                "nodes again, the first one from a checkpoint."
+            )
+        if owner != self._mine:
             raise RuntimeError(
                 f"another node has taken seat {self.seat}, as this one could not be reached. Start "
                 "this node again: it then joins as a new one."
@@ -448,7 +500,12 @@ class Meeting:
         attempt, counts = self.attempts(number)
         if counts:
             return None
-        me = self.me(step, taken)
+        if attempt >= _MOST_ATTEMPTS:
+            raise RuntimeError(
+                f"round {number} has failed {attempt} times: a message has to arrive within half "
+                f"of `LocalSteps(wait={self._wait:g})` seconds. Give a larger `wait`."
+            )
+        me = self.me(step, taken, ends=ends)
         self.store.write(f"call/{number}", self._name)
         self.store.add_to(f"come/{number}/{attempt}", str(me))
         gone: set[str] = set()
@@ -468,7 +525,7 @@ class Meeting:
             self.store.propose(f"members/{number}/{attempt}", ",".join(map(str, here)))
         if self._name not in {m.name for m in members}:
             if not any(self._url_answers(m) for m in members):  # nobody is left to conclude it
-                self.store.propose(f"outcome/{number}/{attempt}", "does not count")
+                self.store.propose(f"outcome/{number}/{attempt}", _DOES_NOT_COUNT)
             return None
         return Round(number, attempt, members, time.monotonic() - began)
 
@@ -492,17 +549,17 @@ class Meeting:
         number, attempt, members, _ = taken
         outcome, done = f"outcome/{number}/{attempt}", f"done/{number}/{attempt}"
         if not arrived:
-            self.store.propose(outcome, "does not count")
+            self.store.propose(outcome, _DOES_NOT_COUNT)
         self.store.add_to(done, self._name)
         deadline, names = time.monotonic() + self._wait / 2, {m.name for m in members}
         while (said := self.store.read(outcome)) is None:
             if names <= self.store.list(done):
-                self.store.propose(outcome, "counts")
+                self.store.propose(outcome, _COUNTS)
             elif time.monotonic() > deadline:
-                self.store.propose(outcome, "does not count")
+                self.store.propose(outcome, _DOES_NOT_COUNT)
             else:
                 time.sleep(_POLL)
-        if said != "counts":
+        if said != _COUNTS:
             return False
         before = self.latest()
         if before is not None and before.number < number:
@@ -511,19 +568,14 @@ class Meeting:
 
     # --- going ----------------------------------------------------------------------------------
 
-    def end_run(self) -> None:
-        """Let the run end with the next round that counts."""
-        self.store.write("ended", self._name)
-
-    def has_ended(self) -> bool:
-        """Whether the run ends with the last round that counts."""
-        return self.store.has("ended")
-
     def leave(self) -> None:
         """Listen no more, and give the seat back."""
         self._ended.set()
+        self.store.patience = self._ear.patience = 0.0
+        if self._listener is not None:  # a thread inside the store aborts a process that ends
+            self._listener.join(2 * _OPERATION)
         with suppress(RuntimeError):  # the meeting point may have ended first
-            self.store.write(f"seat/{self.seat}", f"{self._name} ")
+            self.store.propose(f"seat/{self.seat}", f"{self._name} ", self._mine)
 
 
 def keep_meeting_point(port: int) -> Any:

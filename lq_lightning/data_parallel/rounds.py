@@ -64,6 +64,7 @@ class RoundOptimizer(OuterOptimizer):
 
     Attributes:
         number: Last round whose result the weights have.
+        is_open: Whether parameters may begin to be trained.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class RoundOptimizer(OuterOptimizer):
             min_quantized_numel=min_quantized_numel,
             device=device,
         )
-        self.number = 0
+        self.number, self.is_open = 0, True
         self._connect, self._address = connect, address
         self._present: list[str] = []
         self._group: dist.ProcessGroup | None = None
@@ -97,22 +98,21 @@ class RoundOptimizer(OuterOptimizer):
         """Nothing: a node starts a run, or from the state of one that trains.
 
         Raises:
-            NotImplementedError: Rounds were taken without these parameters.
+            NotImplementedError: Other nodes train without these parameters.
         """
-        if self.number:
+        if not self.is_open:
             raise NotImplementedError(
-                f"an optimizer begins to train {len(weights)} parameter(s) after round "
-                f"{self.number}. With `LocalSteps(meet_at=...)` nodes that come and go have to "
-                "train the same ones from the start: unfreeze nothing later, or leave out "
-                "`meet_at`."
+                f"an optimizer begins to train {len(weights)} parameter(s) that it did not train "
+                "at first, or that other nodes do not train. With `LocalSteps(meet_at=...)` nodes "
+                "that come and go have to train the same ones from the start: unfreeze nothing "
+                "later, or leave out `meet_at`."
             )
 
-    def check(self) -> None:
-        """Raise, on all ranks of this node, if it may not take part.
+    def check_trained(self) -> None:
+        """Refuse, between two batches, parameters that are trained no longer.
 
         Raises:
-            RuntimeError: Its weights are not finite.
-            NotImplementedError: Parameters were frozen.
+            NotImplementedError: Some were frozen.
         """
         frozen = [self._names[p] for p in self._kept if not p.requires_grad]
         if frozen:
@@ -121,6 +121,13 @@ class RoundOptimizer(OuterOptimizer):
                 "nodes that come and go have to train the same parameters to the end: freeze it "
                 "from the start, or leave out `meet_at`."
             )
+
+    def check(self) -> None:
+        """Raise, on all ranks of this node, if its weights are not finite.
+
+        Raises:
+            RuntimeError: They are not.
+        """
         self._begin_check("trained", self._parameters, self._kept)()
 
     @property
@@ -187,6 +194,14 @@ class RoundOptimizer(OuterOptimizer):
         Its progress since its last round is added on top, and is part of its next difference.
         """
         self._apply_all(arrived, place, keep_progress=True)
+        return self._parameters
+
+    @torch.no_grad()
+    def give_up(self) -> Collection[nn.Parameter]:
+        """Forget the progress since the last round. Returns the written parameters."""
+        for parameter, kept in self._kept.items():
+            local_tensor(parameter).copy_(kept.anchor)
+        self.steps = 0
         return self._parameters
 
     def _apply_all(self, arrived: Arrived, place: Path, *, keep_progress: bool) -> None:

@@ -128,9 +128,11 @@ class ChangingNodes(ReplicaGroups):
         if meeting is None or folder is None:
             raise AssertionError("only the first rank looks")
         while living := meeting.start_or_find():
+            failed = 0
             for donor, url in living.items():
                 told = meeting.ask(donor, url)
-                if told is None:
+                if told is None or not told["files"]:
+                    failed += told is not None
                     continue
                 began = time.monotonic()
                 try:
@@ -145,6 +147,11 @@ class ChangingNodes(ReplicaGroups):
                     f"{time.monotonic() - began:.1f} s"
                 )
                 return str(folder.path / told["path"])
+            if failed == len(living):
+                raise RuntimeError(
+                    "no node could save its state for this one: their logs say why. Free some "
+                    "space in their temporary folders, and start it again."
+                )
         return None
 
     def leave(self) -> None:
@@ -199,6 +206,10 @@ class ChangingNodes(ReplicaGroups):
 
     def begin(self, trainer: Trainer) -> None:
         """Catch up with the rounds since the state that this node has."""
+        self._skips, self._own.is_open = False, self._starts
+        for optimizer in trainer.optimizers:
+            self._own.begin_step(optimizer)
+        self._own.is_open = False
         if self._starts:
             latest = on_first(lambda: self._first.latest())
             self._own.number = 0 if latest is None else latest.number
@@ -212,13 +223,16 @@ class ChangingNodes(ReplicaGroups):
         A loader with ``load_state_dict`` does so by itself.
         """
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        resumes = hasattr(loader, "load_state_dict")
-        skips, self._skips = self._skips and self._trainer.training and not resumes, False
+        skips = self._skips and self._trainer.training and not hasattr(loader, "load_state_dict")
         batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
         if skips and done and isinstance(batches, BatchSampler):
             batches.sampler = _Later(batches.sampler, done * batches.batch_size)
 
     # --- steps ------------------------------------------------------------------------------------
+
+    def check_trained(self) -> None:
+        """Refuse, between two batches, parameters that were frozen."""
+        self._own.check_trained()
 
     def after_optimizer_step(self, stepped: bool) -> None:
         """Take part in a round once this node has taken enough steps, or one is called."""
@@ -228,6 +242,8 @@ class ChangingNodes(ReplicaGroups):
         self._steps += 1
         if self._hears_call() or self._outer.steps >= self._config.every:
             self._take_round(at_once=False)
+        if 0 <= self._trainer.max_steps <= self._steps:  # learning rates have come to their end
+            self._stop()
 
     def _hears_call(self) -> bool:
         """Whether a round is called, alike on all ranks: they learn it a step after the first."""
@@ -246,17 +262,28 @@ class ChangingNodes(ReplicaGroups):
 
     def end_training(self) -> None:
         """Let the run end with a last round, of all that are there."""
-        if self._outer is not None and not self._has_ended:
-            on_first(lambda: self._first.end_run())
-            self._take_round(at_once=True)
+        if self._outer is not None and (self._outer.steps or not self._has_ended):
+            self._take_round(at_once=True, ends=True)
 
-    def _take_round(self, *, at_once: bool) -> None:
-        """Take part in a round; with ``at_once`` in the first one for which it is not too late."""
+    def _stop(self) -> None:
+        """Let ``fit`` end after this batch."""
+        loop = self._trainer.fit_loop
+        loop.min_epochs = loop.epoch_loop.min_steps = None
+        self._trainer.should_stop = True
+
+    def _take_round(self, *, at_once: bool, ends: bool = False) -> None:
+        """Take part in a round; with ``at_once`` in the first one for which it is not too late.
+
+        After the last one, of which all nodes have the result, further steps are given up.
+        """
         outer = self._own
         while True:
             self._catch_up()
+            if self._has_ended:
+                self._run(outer.give_up)
+                return
             outer.check()
-            taken = on_first(self._gather)
+            taken = on_first(lambda: self._gather(ends))
             if taken is None:
                 if not at_once:
                     return
@@ -265,9 +292,10 @@ class ChangingNodes(ReplicaGroups):
             began, sent = time.monotonic(), outer.sent_nbytes
             name = f"round-{taken.number}-{taken.attempt}-{ALL_RANKS.rank}"
             place = Path(self._place, name)
-            arrived = self._exchange(taken, place)
+            arrived = self._exchange(taken)
+            ALL_RANKS.together(lambda: arrived is not None and outer.write(arrived, place))  # noqa: B023
             everywhere = all(ALL_RANKS.all_gather(arrived is not None))
-            counts, asked, ended = on_first(lambda: self._conclude(taken, everywhere))  # noqa: B023
+            counts, asked = on_first(lambda: self._conclude(taken, everywhere))  # noqa: B023
             if counts and arrived is not None:
                 break
             outer.drop_group()
@@ -278,8 +306,9 @@ class ChangingNodes(ReplicaGroups):
             self._first.listen(outer.number)
         self._report(taken, outer.sent_nbytes - sent, time.monotonic() - began)
         self._keep_up(max(member.step for member in taken.members))
-        if ended:
-            self._has_ended = self._trainer.should_stop = True
+        if taken.is_last:
+            self._has_ended = True
+            self._stop()
 
     @property
     def _trainer(self) -> Trainer:
@@ -288,31 +317,27 @@ class ChangingNodes(ReplicaGroups):
             raise AssertionError("rounds are taken while a module trains")
         return module.trainer
 
-    def _gather(self) -> Round | None:
-        return self._first.gather(self._own.number + 1, self._steps, self._own.steps)
+    def _gather(self, ends: bool) -> Round | None:
+        return self._first.gather(self._own.number + 1, self._steps, self._own.steps, ends=ends)
 
-    def _conclude(self, taken: Round, arrived: bool) -> tuple[bool, bool, bool]:
-        meeting = self._first
-        if not meeting.conclude(taken, arrived):
-            return False, False, False
-        return True, meeting.is_asked(), meeting.has_ended()
+    def _conclude(self, taken: Round, arrived: bool) -> tuple[bool, bool]:
+        counts = self._first.conclude(taken, arrived)
+        return counts, counts and self._first.is_asked()
 
-    def _exchange(self, taken: Round, place: Path) -> Arrived | None:
+    def _exchange(self, taken: Round) -> Arrived | None:
         me = next(m for m in taken.members if m.seat == self.seat)
         try:
             wait = timedelta(seconds=self._config.wait / 2)
-            arrived = self._own.send_and_receive(taken, me.name, wait)
+            return self._own.send_and_receive(taken, me.name, wait)
         except LostNodeError as error:
             rank_zero_info(f"round {taken.number}, attempt {taken.attempt}: {error}")
             return None
-        self._own.write(arrived, place)
-        return arrived
 
     def _catch_up(self, *, announce: bool = False) -> None:
         """Take the outer steps of the rounds that this node has missed."""
         outer, missed = self._own, 0
-        while (found := on_first(self._missed)) is not None:
-            attempt, urls = found
+        while not self._has_ended and (found := on_first(self._missed)) is not None:
+            attempt, urls, self._has_ended = found
             name = f"round-{outer.number + 1}-{attempt}-{ALL_RANKS.rank}"
             place = Path(self._place, name)
             ALL_RANKS.together(lambda: self._fetch(urls, name, place))  # noqa: B023
@@ -322,30 +347,38 @@ class ChangingNodes(ReplicaGroups):
             if missed or announce:
                 self._first.announce(outer.number + 1)
             self._first.listen(outer.number)
+        if self._has_ended:
+            self._stop()
         if missed:
             rank_zero_info(f"caught up with {counted(missed, 'round')}, up to {outer.number}")
 
-    def _missed(self) -> tuple[int, list[str]] | None:
-        """The attempt at the next round that counts, and where its messages are."""
+    def _missed(self) -> tuple[int, list[str], bool] | None:
+        """The attempt at the next round that counts, where its messages are, if it is the last."""
         meeting, number = self._first, self._own.number + 1
         attempt, counts = meeting.attempts(number)
         if not counts:
             return None
         latest = meeting.latest()
-        members = {*meeting.members(number, attempt), *(latest.members if latest else ())}
-        return attempt, [url for m in members if (url := meeting.url_of(m))]
+        members = meeting.members(number, attempt)
+        known = {m.seat: m for m in (*members, *(latest.members if latest else ()))}.values()
+        return attempt, [u for m in known if (u := meeting.url_of(m))], any(m.ends for m in members)
 
     def _fetch(self, urls: list[str], name: str, place: Path) -> None:
-        errors = []
+        errors, number = [], self._own.number + 1
         for url in urls:
             try:
                 fetch(url, name, place, self._config.wait)
                 return
             except OSError as error:
                 errors.append(str(error))
+        if self._has_ended:
+            raise RuntimeError(
+                f"the run has ended with round {number} while this node was away, so that its "
+                "weights are not the final ones. Take them from another node."
+            )
         raise RuntimeError(
-            f"this node was away for too long: no node has the messages of round "
-            f"{self._own.number + 1} any more ({'; '.join(errors) or 'nobody is there'}). Start it "
+            f"this node was away for too long: no node has the messages of round {number} any "
+            f"more ({'; '.join(errors) or 'nobody is there'}). Start it "
             "again: it then joins as a new one."
         )
 
@@ -357,7 +390,7 @@ class ChangingNodes(ReplicaGroups):
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == "step" and not isinstance(config.scheduler, ReduceLROnPlateau):
                 for _ in range(self._steps // config.frequency - before // config.frequency):
-                    config.scheduler.step()
+                    self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
 
     def _report(self, taken: Round, nbytes: float, seconds: float) -> None:
         trainer, present = self._trainer, [member.seat for member in taken.members]
@@ -386,7 +419,12 @@ class ChangingNodes(ReplicaGroups):
         self._is_asked = False
         self.outer_step()  # where several optimizers step in a batch
         name = f"state-{self._own.number}.ckpt"
-        trainer.save_checkpoint(Path(self._place, name), weights_only=False)
+        try:
+            trainer.save_checkpoint(Path(self._place, name), weights_only=False)
+        except (OSError, RuntimeError) as error:  # a full disk, which is the other node's trouble
+            rank_zero_warn(f"this node could not save its state for one that joins: {error}")
+            if self._folder is not None:
+                self._folder.remove(name)
         if self._folder is not None:
             older = [p.name for p in self._folder.path.glob("state-*") if p.name != name]
             self._folder.remove(*older)
@@ -434,7 +472,7 @@ def _are_sharded(tensors: Mapping[str, Mapping[str, Tensor]]) -> bool:
 
 
 class _Rounds(Callback):
-    """Lets a node catch up before its first batch, and save between batches for those who join."""
+    """Lets a node catch up before its first batch, and look around between batches."""
 
     def __init__(self, nodes: ChangingNodes) -> None:
         self._nodes = nodes
@@ -442,6 +480,10 @@ class _Rounds(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Catch up."""
         self._nodes.begin(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Refuse what was frozen."""
+        self._nodes.check_trained()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Save if somebody has asked."""
