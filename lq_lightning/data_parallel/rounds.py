@@ -159,9 +159,7 @@ class RoundOptimizer(OuterOptimizer):
                 )
                 self._group = gloo_group(store, names.index(name), len(names), self._address, wait)
                 self._present = names
-                sent, feedback = self.sent_nbytes, self._config.error_feedback
-                self._mean = NodeMean(len(names), self._group, feedback=feedback)
-                self._mean.sent_nbytes = sent
+                self._begin_mean(self._group)
             self._mean.count = taken.learned
             messages = []
             for bucket in self._buckets(self._parameters):
@@ -171,10 +169,15 @@ class RoundOptimizer(OuterOptimizer):
 
     def drop_group(self) -> None:
         """Let go of the connections, so that others notice."""
-        self._mean.forget_errors()
+        self._begin_mean(self._groups.inter)  # the last reference to a group closes it
         if self._group is not None:
             self._group.abort()
         self._group, self._present = None, []
+
+    def _begin_mean(self, group: dist.ProcessGroup) -> None:
+        sent = self.sent_nbytes
+        self._mean = NodeMean(group.size(), group, feedback=self._config.error_feedback)
+        self._mean.sent_nbytes = sent
 
     @torch.no_grad()
     def take(self, arrived: Arrived, place: Path) -> Collection[nn.Parameter]:
@@ -217,7 +220,8 @@ class RoundOptimizer(OuterOptimizer):
             self._apply(bucket, flat, parameters, self._anchors(bucket) if keep_progress else ())
 
     def _anchors(self, bucket: Bucket) -> list[Tensor]:
-        return [self._kept[p].anchor.to(local_tensor(p).dtype) for p in bucket.parameters]
+        kept = ((self._kept[p].anchor, local_tensor(p).dtype) for p in bucket.parameters)
+        return [anchor.to(dtype, copy=True) for anchor, dtype in kept]
 
     # --- what has arrived, on disk --------------------------------------------------------------
 
