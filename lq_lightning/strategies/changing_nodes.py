@@ -90,12 +90,7 @@ class ChangingNodes(ReplicaGroups):
         self.seat, self._place, found = on_first(self._come)
         self._starts = found is None
         if found is not None:
-            if trainer.ckpt_path is not None:
-                rank_zero_warn(
-                    f"other nodes train already, so this one starts from their state and not from "
-                    f"`ckpt_path={str(trainer.ckpt_path)!r}`."
-                )
-            restore_from(trainer, found)
+            restore_from(trainer, found, _pass_over)
         self._skips = found is not None
         which = "starts the run" if found is None else "joins nodes that train"
         rank_zero_info(
@@ -449,6 +444,13 @@ class ChangingNodes(ReplicaGroups):
         saved = values.get(_SAVED, {})
         self._rounds.load_state(saved.get("tensors", tensors))
         self._rounds.number, self._steps = saved.get("round", 0), saved.get("steps", 0)
+
+
+def _pass_over(ckpt_path: object) -> None:
+    rank_zero_warn(
+        "other nodes train already, so this one starts from their state and not from "
+        f"`ckpt_path={str(ckpt_path)!r}`."
+    )
 
 
 class _Later(Sampler[Any]):

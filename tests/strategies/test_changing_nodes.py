@@ -1,0 +1,199 @@
+"""Nodes that come and go, through the Trainer: each is a process with a run of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lq_testing import run_ranks
+from lq_testing.lightning_models import TinyModule, loader, trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lq_lightning import LocalSteps, QuantizedFSDPStrategy
+from lq_lightning.data_parallel.meeting import Member, PatientStore, keep_meeting_point
+
+SEATS, BATCH, LR, NUMEL = 4, 2, 0.01, 6000
+
+
+class Counter(pl.LightningModule):
+    """Each step subtracts LR from the weights, whatever the batch is; the second rate falls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 40))
+        self.other = nn.Parameter(torch.zeros(3))
+        self.seen: list[list[int]] = []
+        self.validated: list[tuple[int, float]] = []
+        self.pause = 0.0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(self.pause)
+        self.seen.append(batch[0].tolist())
+        return self.weight.sum() + 0 * self.other.sum()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.validated.append((len(batch[0]), self.weight[0, 0].item()))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [self.weight]}, {"params": [self.other]}]
+        optimizer = torch.optim.SGD(groups, LR)
+        rates = [lambda step: 1.0, lambda step: 1.0 / (1 + step)]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class At(Callback):
+    """Does something before a step."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            self.action()
+
+
+def _options(address: str, **options: Any) -> LocalSteps:
+    defaults = {"every": 5, "meet_at": address, "max_nodes": SEATS, "wait": 10.0}
+    return LocalSteps(**{**defaults, **options})
+
+
+def _make(address: str, root: str, steps: int, *callbacks: Callback, **options: Any) -> pl.Trainer:
+    exact = {"outer_lr": 1.0, "outer_momentum": 0.0, "bits": None}
+    return trainer(
+        QuantizedFSDPStrategy(local_steps=_options(address, **exact)),
+        root,
+        devices=1,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[*callbacks],
+        **options,
+    )
+
+
+def _data(count: int = NUMEL) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(count)), BATCH)
+
+
+def _kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _after(key: str, address: str) -> None:
+    """Wait until others have written something at the meeting point."""
+    store, deadline = PatientStore(address, 5), time.monotonic() + 30
+    while not store.has(key):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _fit(address: str, root: str, steps: int, **options: Any) -> dict[str, Any]:
+    module, pause = Counter(), options.pop("pause", 0.03)
+    module.pause = pause
+    ckpt_path, callbacks = options.pop("ckpt_path", None), options.pop("callbacks", ())
+    run = _make(address, root, steps, *callbacks, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(module, _data(), DataLoader(TensorDataset(torch.arange(6)), 2), ckpt_path=ckpt_path)
+    strategy = run.strategy
+    assert isinstance(strategy, QuantizedFSDPStrategy)
+    return {
+        "seat": strategy.seat,
+        "weight": module.weight.detach().clone(),
+        "step": run.global_step,
+        "seen": module.seen,
+        "validated": module.validated,
+        "lr": run.optimizers[0].param_groups[1]["lr"],
+        "warnings": " ".join(str(w.message) for w in caught),
+    }
+
+
+# --- on each node -------------------------------------------------------------------------------
+
+STEPS = 60
+
+
+def _killed_and_started_again(
+    rank: int, world_size: int, address: str, root: str
+) -> dict[str, Any]:
+    root = f"{root}/{rank}"
+    if rank == 2:
+        _after("outcome/1/0", address)
+        child = os.fork()
+        if child == 0:
+            try:
+                _fit(address, root, STEPS, callbacks=[At(20, _kill_self)])
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return _fit(address, root, STEPS, ckpt_path="never.ckpt")
+    saves = ModelCheckpoint(every_n_train_steps=8, save_top_k=-1)
+    options = {"enable_checkpointing": True, "val_check_interval": 12} if rank else {}
+    found = _fit(address, root, STEPS, callbacks=[saves] if rank else [], **options)
+    found["saved"] = len([*Path(root).rglob("*.ckpt")])
+    return found
+
+
+def test_killed_and_started_again(tmp_path: Path) -> None:
+    """Others lose nothing, and each step counts once."""
+    point = keep_meeting_point(0)
+    address = f"127.0.0.1:{point.port}"
+    found = run_ranks(_killed_and_started_again, 3, address, str(tmp_path), backend=None)
+    first, second, again = found
+    assert torch.equal(first["weight"], second["weight"])
+    assert torch.equal(first["weight"], again["weight"])
+    assert "starts from their state and not from `ckpt_path='never.ckpt'`" in again["warnings"]
+    _each_step_counts_once(address, found)
+    # data: each seat has its own part, and the node that came again goes on where the run was
+    assert [node["seat"] for node in found] in ([0, 1, 3], [1, 0, 3])
+    starts = []
+    for node in found:
+        part = [*DistributedSampler(range(NUMEL), SEATS, node["seat"])]
+        read = sum(node["seen"], [])
+        starts.append(part.index(read[0]) // BATCH)
+        assert read == part[BATCH * starts[-1] :][: len(read)]
+    assert 0 in starts[:2]
+    assert starts[2] >= 10
+    # learning rates
+    assert len({node["lr"] for node in found}) == 1
+    assert first["lr"] == pytest.approx(LR / (1 + STEPS), rel=0.2)
+    # validation and checkpoints
+    assert {count for count, _ in second["validated"]} == {2}
+    assert len(second["validated"]) >= 3 * (STEPS // 12 - 2)
+    assert second["saved"] >= (STEPS - 20) // 8
+
+
+def _each_step_counts_once(address: str, found: list[dict[str, Any]]) -> None:
+    store, number, moved = PatientStore(address, 5), 0, 0.0
+    by_name: dict[str, int] = {}
+    while outcome := store.read(f"outcome/{number + 1}/0"):
+        number, attempt = number + 1, 0
+        while outcome != "counts":
+            attempt += 1
+            outcome = store.read(f"outcome/{number}/{attempt}")
+        text = store.read(f"members/{number}/{attempt}")
+        assert text is not None
+        taken = {m.name: m.taken for m in map(Member.read, text.split(","))}
+        moved += sum(taken.values()) / max(sum(t > 0 for t in taken.values()), 1)
+        for name, steps in taken.items():
+            by_name[name] = by_name.get(name, 0) + steps
+    expected = torch.full_like(found[0]["weight"], -LR * moved)
+    torch.testing.assert_close(found[0]["weight"], expected, rtol=1e-4, atol=1e-5)
+    trained = sorted(len(node["seen"]) for node in found)
+    assert {*trained} <= {*by_name.values()}
