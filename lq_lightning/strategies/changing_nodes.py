@@ -217,7 +217,8 @@ class ChangingNodes(ReplicaGroups):
 
         A loader with ``load_state_dict`` does so by itself.
         """
-        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        done = 0 if progress.is_last_batch else progress.current.ready  # a new epoch begins
         skips = self._skips and self._trainer.training and not hasattr(loader, "load_state_dict")
         batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
         if skips and done and isinstance(batches, BatchSampler):

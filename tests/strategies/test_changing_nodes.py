@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_only
 from lq_testing import run_ranks
 from lq_testing.lightning_models import TinyModule, loader, trainer
 from torch import Tensor, nn
@@ -58,12 +60,14 @@ class Counter(pl.LightningModule):
 
 
 class At(Callback):
-    """Does something before a step."""
+    """Does something before a step, and keeps where the first one was."""
 
     def __init__(self, step: int, action: Callable[[], object]) -> None:
-        self.step, self.action = step, action
+        self.step, self.action, self.first = step, action, (-1, -1)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.first[0] < 0:
+            self.first = trainer.global_step, trainer.current_epoch
         if trainer.global_step == self.step:
             self.action()
 
@@ -197,3 +201,124 @@ def _each_step_counts_once(address: str, found: list[dict[str, Any]]) -> None:
     torch.testing.assert_close(found[0]["weight"], expected, rtol=1e-4, atol=1e-5)
     trained = sorted(len(node["seen"]) for node in found)
     assert {*trained} <= {*by_name.values()}
+
+
+# --- nodes of two ranks --------------------------------------------------------------------------
+
+
+def _pairs(rank: int, world_size: int, address: str, root: str, ports: list[int]) -> Any:
+    """Ranks 0 and 1 are a node, and 2 and 3 join it; each epoch is one batch."""
+    node = rank // 2
+    os.environ |= {
+        "RANK": str(rank % 2),
+        "LOCAL_RANK": str(rank % 2),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ports[node]),
+        "TORCHELASTIC_RUN_ID": f"node-{node}",
+    }
+    rank_zero_only.rank = rank % 2
+    if node:
+        _after("outcome/1/0", address)
+    module = TinyModule()
+    options = _options(address, bits=2, error_feedback=True)
+    strategy = QuantizedFSDPStrategy(local_steps=options, min_quantized_numel=64)
+    slow = At(-1, lambda: None)
+    run = trainer(strategy, f"{root}/{node}", max_steps=30, max_epochs=-1, callbacks=[slow])
+    run.fit(module, loader(4 * 2 * SEATS))
+    full = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in module.state_dict().items()
+    }
+    return full, run.global_step, slow.first
+
+
+def test_nodes_of_two_ranks(tmp_path: Path) -> None:
+    point, ports = keep_meeting_point(0), []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports.append(free.getsockname()[1])
+    arguments = (f"127.0.0.1:{point.port}", str(tmp_path), ports)
+    found = run_ranks(_pairs, 4, *arguments, backend=None)
+    for weights, _, _ in found[1:]:
+        for name, weight in found[0][0].items():
+            assert torch.equal(weights[name], weight), name
+    first = [first for *_, first in found]
+    assert first[0] == first[1] == (0, 0)
+    assert first[2] == first[3]
+    assert first[2][0] == first[2][1] >= 5  # no epoch is left out
+    assert PatientStore(arguments[0], 5).has("outcome/2/0")
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    """Several nodes in a run, other options, another model, and a run that has ended."""
+    point = keep_meeting_point(0)
+    address, root = f"127.0.0.1:{point.port}", str(tmp_path)
+    exact = {"outer_lr": 1.0, "outer_momentum": 0.0, "bits": None}
+
+    def fit(local_steps: LocalSteps, **options: Any) -> pl.Trainer:
+        strategy = QuantizedFSDPStrategy(local_steps=local_steps)
+        run = trainer(strategy, root, devices=1, max_steps=6, max_epochs=-1, **options)
+        run.fit(Counter(), _data())
+        return run
+
+    with pytest.raises(ValueError, match=r"every node is a run of its own, .* 2 nodes or more"):
+        fit(_options(address), num_nodes=2)
+    store = PatientStore(address, 5)
+    assert not store.has("seat/0")
+    store.write("facts/model", '{"parameters": "[]", "min_quantized_numel": "4096"}')
+    with pytest.raises(ValueError, match=r"has parameters \[\('other', .* need the same"):
+        fit(_options(address, **exact))
+    store.remove("facts/model")
+    store.remove("latest")
+    assert store.read("seat/0").split(" ")[1] == ""  # type: ignore[union-attr]
+
+    run = trainer(
+        QuantizedFSDPStrategy(local_steps=_options(address, **exact)),
+        root,
+        devices=1,
+        max_steps=6,
+        max_epochs=-1,
+    )
+    module = Counter()
+    run.validate(module, _data(8))
+    run.fit(module, _data())
+    torch.testing.assert_close(module.weight.data, torch.full((2, 40), -6 * LR))
+    run.validate(module, _data(8))
+    with pytest.raises(RuntimeError, match="has ended with round 2"):
+        fit(_options(address, **exact))
+    with pytest.raises(ValueError, match="has every 6, but the nodes that it would join have 5"):
+        fit(_options(address, **exact, every=6))
+    assert not [*Path(tempfile.gettempdir()).glob("lq-node-*/round*")]
+
+
+@pytest.mark.gpu(1)
+def test_nodes_share_a_gpu(tmp_path: Path) -> None:
+    """Messages go through the host, so two processes may use one GPU."""
+    point = keep_meeting_point(0)
+    found = run_ranks(_on_a_gpu, 2, f"127.0.0.1:{point.port}", str(tmp_path), backend=None)
+    for (name, weight), other in zip(found[0].items(), found[1].values(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def _on_a_gpu(rank: int, world_size: int, address: str, root: str) -> dict[str, Tensor]:
+    if rank:
+        _after("outcome/1/0", address)
+    module = TinyModule()
+    strategy = QuantizedFSDPStrategy(local_steps=_options(address), min_quantized_numel=64)
+    run = trainer(
+        strategy,
+        f"{root}/{rank}",
+        accelerator="gpu",
+        devices=[0],
+        max_steps=400,
+        max_epochs=-1,
+        precision="bf16-true",
+    )
+    run.fit(module, loader(4000))
+    return {name: value.cpu() for name, value in module.state_dict().items()}
