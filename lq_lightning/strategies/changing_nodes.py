@@ -238,8 +238,6 @@ class ChangingNodes(ReplicaGroups):
         self._steps += 1
         if self._hears_call() or self._outer.steps >= self._config.every:
             self._take_round(at_once=False)
-        if 0 <= self._trainer.max_steps <= self._steps:  # learning rates have come to their end
-            self._stop()
 
     def _hears_call(self) -> bool:
         """Whether a round is called, alike on all ranks: they learn it a step after the first."""
@@ -260,6 +258,11 @@ class ChangingNodes(ReplicaGroups):
         """Let the run end with a last round, of all that are there."""
         if self._outer is not None and (self._outer.steps or not self._has_ended):
             self._take_round(at_once=True, ends=True)
+
+    def stop_in_time(self, trainer: Trainer) -> None:
+        """End ``fit`` where the learning rates do, if others have taken more steps."""
+        if trainer.global_step < trainer.max_steps <= self._steps:
+            self._stop()
 
     def _stop(self) -> None:
         """Let ``fit`` end after this batch."""
@@ -381,6 +384,8 @@ class ChangingNodes(ReplicaGroups):
     def _keep_up(self, steps: int) -> None:
         """Let learning rates follow those of the node that has taken the most steps."""
         before, self._steps = self._steps, max(steps, self._steps)
+        if self._steps > before:
+            self.stop_in_time(self._trainer)
         if not self._trainer.lightning_module.automatic_optimization:
             return
         for config in self._trainer.lr_scheduler_configs:
@@ -410,7 +415,7 @@ class ChangingNodes(ReplicaGroups):
 
     def save_if_asked(self, trainer: Trainer) -> None:
         """Save this node's state for nodes that join."""
-        if not self._is_asked:
+        if not self._is_asked or self._has_ended:
             return
         self._is_asked = False
         self.outer_step()  # where several optimizers step in a batch
@@ -491,3 +496,4 @@ class _Rounds(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Save if somebody has asked."""
         self._nodes.save_if_asked(trainer)
+        self._nodes.stop_in_time(trainer)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lq_lightning import LocalSteps, QuantizedFSDPStrategy
 from lq_lightning.data_parallel.meeting import Member, PatientStore, keep_meeting_point
+from lq_lightning.strategies.changing_nodes import ChangingNodes
 
 SEATS, BATCH, LR, NUMEL = 4, 2, 0.01, 6000
 
@@ -176,7 +177,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     assert starts[2] >= 10
     # learning rates
     assert len({node["lr"] for node in found}) == 1
-    assert first["lr"] == pytest.approx(LR / (1 + STEPS), rel=0.2)
+    assert first["lr"] == pytest.approx(LR / (1 + STEPS))
     # validation and checkpoints
     assert {count for count, _ in second["validated"]} == {2}
     assert len(second["validated"]) >= 3 * (STEPS // 12 - 2)
@@ -201,6 +202,12 @@ def _each_step_counts_once(address: str, found: list[dict[str, Any]]) -> None:
     torch.testing.assert_close(found[0]["weight"], expected, rtol=1e-4, atol=1e-5)
     trained = sorted(len(node["seen"]) for node in found)
     assert {*trained} <= {*by_name.values()}
+
+
+def test_who_has_ended_saves_for_nobody() -> None:
+    nodes = ChangingNodes.__new__(ChangingNodes)
+    nodes._is_asked = nodes._has_ended = True
+    nodes.save_if_asked(None)  # type: ignore[arg-type]
 
 
 # --- nodes of two ranks --------------------------------------------------------------------------
