@@ -48,6 +48,7 @@ from lq_lightning.foundation.served_files import is_served
 
 _PREFIX = "lq_lightning/nodes"
 _OPERATION = 10.0  # seconds after which an operation of the store is tried again
+_WORKER = "lq-meeting"  # threads inside the store
 _POLL = 0.02
 _LISTEN = 0.1  # between looks of a node that trains
 _MOST_ATTEMPTS = 10
@@ -164,7 +165,7 @@ class PatientStore:
     def connect(self) -> Store:
         """Return a connection of its own, for a process group or another thread."""
         host, port = split_address(self._address)
-        wait = timedelta(seconds=_OPERATION)
+        wait = timedelta(seconds=_OPERATION / 2)  # it is not left behind inside the store
         make = dist.TCPStore  # type: ignore[attr-defined]
         made = make(host, port, is_master=False, timeout=wait)
         return PrefixStore(_PREFIX, made)
@@ -173,7 +174,7 @@ class PatientStore:
         deadline = time.monotonic() + self.patience
         while True:
             try:
-                return _within(_OPERATION + 1, lambda: operation(self._connected()))
+                return _within(_OPERATION, lambda: operation(self._connected()))
             except (RuntimeError, TimeoutError) as error:
                 self._store = None
                 if time.monotonic() > deadline:
@@ -233,7 +234,7 @@ def _within(seconds: float, work: Callable[[], Any]) -> Any:
         except BaseException as error:
             done.put((False, error))
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name=_WORKER, daemon=True).start()
     try:
         succeeded, result = done.get(timeout=seconds)
     except queue.Empty:
@@ -572,10 +573,13 @@ class Meeting:
         """Listen no more, and give the seat back."""
         self._ended.set()
         self.store.patience = self._ear.patience = 0.0
-        if self._listener is not None:  # a thread inside the store aborts a process that ends
+        if self._listener is not None:
             self._listener.join(2 * _OPERATION)
         with suppress(RuntimeError):  # the meeting point may have ended first
             self.store.propose(f"seat/{self.seat}", f"{self._name} ", self._mine)
+        for thread in threading.enumerate():  # one inside the store aborts a process that ends
+            if thread.name == _WORKER:
+                thread.join(_OPERATION)
 
 
 def keep_meeting_point(port: int) -> Any:

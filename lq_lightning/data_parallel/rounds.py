@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -234,8 +235,20 @@ class RoundOptimizer(OuterOptimizer):
 
     @staticmethod
     def write(arrived: Arrived, place: Path) -> None:
-        """Write what has arrived, for :meth:`read` on this rank of another node."""
-        torch.save([arrived.num_nodes, arrived.learned, [m.cpu() for m in arrived.messages]], place)
+        """Write what has arrived, for :meth:`read` on this rank of another node.
+
+        Raises:
+            OSError: The disk is full, for example.
+        """
+        content = [arrived.num_nodes, arrived.learned, [m.cpu() for m in arrived.messages]]
+        try:
+            torch.save(content, place)
+        except RuntimeError as error:
+            free = shutil.disk_usage(place.parent).free
+            raise OSError(
+                f"{place} could not be written, with {free} bytes free there: give a folder with "
+                "more space in `TMPDIR`"
+            ) from error
 
     @staticmethod
     def read(place: Path) -> Arrived:
