@@ -466,6 +466,10 @@ class Meeting:
             attempt += 1
         return attempt, False
 
+    def counts(self, number: int, attempt: int) -> bool:
+        """Whether an attempt counts, and nobody has started anew with it."""
+        return self.store.read(f"outcome/{number}/{attempt}") == _COUNTS
+
     def members(self, number: int, attempt: int) -> tuple[Member, ...]:
         """Members of an attempt; none before they are known."""
         text = self.store.read(f"members/{number}/{attempt}") or ""

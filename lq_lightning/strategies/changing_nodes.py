@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -108,8 +109,11 @@ class ChangingNodes(ReplicaGroups):
         )
         self._meeting.enter()
         options = ("every", "outer_lr", "outer_momentum", "bits", "error_feedback", "max_nodes")
-        ranks = {"ranks per node": self._topology().world_size}
-        self._meeting.agree_on("options", {n: getattr(config, n) for n in options} | ranks)
+        others = {
+            "ranks per node": self._topology().world_size,
+            "PL_GLOBAL_SEED": os.environ.get("PL_GLOBAL_SEED"),  # by which loaders divide the data
+        }
+        self._meeting.agree_on("options", {n: getattr(config, n) for n in options} | others)
         return self.seat_now, str(self._folder.path), self._find_state()
 
     @property
@@ -339,7 +343,7 @@ class ChangingNodes(ReplicaGroups):
             attempt, urls, self._has_ended = found
             name = f"round-{outer.number + 1}-{attempt}-{ALL_RANKS.rank}"
             place = Path(self._place, name)
-            ALL_RANKS.together(lambda: self._fetch(urls, name, place))  # noqa: B023
+            ALL_RANKS.together(lambda: self._get(urls, name, place))  # noqa: B023
             self._run(lambda: outer.follow(outer.read(place), place))  # noqa: B023
             missed += 1
         if ALL_RANKS.is_first:
@@ -351,8 +355,11 @@ class ChangingNodes(ReplicaGroups):
         if missed:
             rank_zero_info(f"caught up with {counted(missed, 'round')}, up to {outer.number}")
 
-    def _missed(self) -> tuple[int, list[str], bool] | None:
-        """The attempt at the next round that counts, where its messages are, if it is the last."""
+    def _missed(self) -> tuple[int, list[str] | None, bool] | None:
+        """The attempt at the next round that counts, where its messages are, if it is the last.
+
+        None in place of places if nobody had taken a step, as when all have validated before.
+        """
         meeting, number = self._first, self._own.number + 1
         attempt, counts = meeting.attempts(number)
         if not counts:
@@ -360,9 +367,15 @@ class ChangingNodes(ReplicaGroups):
         latest = meeting.latest()
         members = meeting.members(number, attempt)
         known = {m.seat: m for m in (*members, *(latest.members if latest else ()))}.values()
-        return attempt, [u for m in known if (u := meeting.url_of(m))], any(m.ends for m in members)
+        is_last = any(m.ends for m in members)
+        if meeting.counts(number, attempt) and not any(m.taken for m in members):
+            return attempt, None, is_last
+        return attempt, [u for m in known if (u := meeting.url_of(m))], is_last
 
-    def _fetch(self, urls: list[str], name: str, place: Path) -> None:
+    def _get(self, urls: list[str] | None, name: str, place: Path) -> None:
+        if urls is None:
+            self._own.write(Arrived(1, 0, []), place)
+            return
         errors, number = [], self._own.number + 1
         for url in urls:
             try:

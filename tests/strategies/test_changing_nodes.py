@@ -79,7 +79,12 @@ def _options(address: str, **options: Any) -> LocalSteps:
 
 
 def _make(address: str, root: str, steps: int, *callbacks: Callback, **options: Any) -> pl.Trainer:
-    exact = {"outer_lr": 1.0, "outer_momentum": 0.0, "bits": None}
+    exact = {
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "bits": None,
+        "wait": options.pop("wait", 10.0),
+    }
     return trainer(
         QuantizedFSDPStrategy(local_steps=_options(address, **exact)),
         root,
@@ -202,6 +207,30 @@ def _each_step_counts_once(address: str, found: list[dict[str, Any]]) -> None:
     torch.testing.assert_close(found[0]["weight"], expected, rtol=1e-4, atol=1e-5)
     trained = sorted(len(node["seen"]) for node in found)
     assert {*trained} <= {*by_name.values()}
+
+
+class LongValidation(Callback):
+    """Validates for longer than others wait."""
+
+    def on_validation_end(self, *args: Any) -> None:
+        time.sleep(4.0)
+
+
+def _validates_longer(rank: int, world_size: int, address: str, root: str) -> dict[str, Any]:
+    if rank:
+        _after("outcome/1/0", address)
+    options = {"val_check_interval": 20, "num_sanity_val_steps": 0, "wait": 3.0}
+    callbacks = [LongValidation()] * rank
+    return _fit(address, f"{root}/{rank}", 20, pause=0.2, callbacks=callbacks, **options)
+
+
+def test_a_node_may_validate_while_others_end(tmp_path: Path) -> None:
+    """Nobody has taken steps since, so that it needs nothing from those who are gone."""
+    point = keep_meeting_point(0)
+    address = f"127.0.0.1:{point.port}"
+    first, second = run_ranks(_validates_longer, 2, address, str(tmp_path), backend=None)
+    assert torch.equal(first["weight"], second["weight"])
+    _each_step_counts_once(address, [first, second])
 
 
 def test_who_has_ended_saves_for_nobody() -> None:
