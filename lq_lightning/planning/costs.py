@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-from .trace import SHARDED, Collective, Operator
+import torch
 
-if TYPE_CHECKING:
-    from .machine import Gpu, Machine
+from .machine import Gpu, Machine
+from .trace import SHARDED, Allocate, Collective, Event, Free, Operator
 
 # Parts of a step.
 COMPUTE, CODECS, OPTIMIZER, HOST_LATE = "compute", "codecs", "optimizer", "host"
@@ -29,50 +28,38 @@ TILES = (
     *((64, 128, 0.7), (128, 64, 0.7), (64, 64, 0.5)),
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A measured share of a rate of the machine.
-
-    Attributes:
-        value: Share, or what is said beside the constant.
-        source: Report of ``benchmarks/results`` that it was measured or fitted in.
-    """
-
-    value: float
-    source: str
-
-
-LAUNCH_S = Constant(2.5e-6, "kernels_h200.json")
+# Shares of a rate of the machine, with the reports of ``benchmarks/results`` that they were
+# measured or fitted in.
+LAUNCH_S = 2.5e-6  # `kernels_h200.json`
 """Seconds of an operator beyond its bytes: from 64 and 256 MB of each codec."""
-DEPTH = Constant(32.0, "activations_table.json")
+DEPTH = 32.0  # `activations_table.json`
 """Elements of the summed dimension of a product that filling its pipeline takes the time of."""
-SUSTAINED = Constant(1.05, "plan_accuracy.json")
+SUSTAINED = 1.05  # `plan_accuracy.json`
 """Rate of large products in training, of that alone on random numbers, which draw more power."""
-EXACT_FLOAT8 = Constant(0.45, "plan_accuracy.json")
+EXACT_FLOAT8 = 0.45  # `plan_accuracy.json`
 """What remains of the rate of FP8 products that add up in fp32, as ours do in backward."""
-EXCHANGED = Constant(0.85, "plan_accuracy.json")
+EXCHANGED = 0.85  # `plan_accuracy.json`
 """What remains of a link between nodes in an all-to-all, which waits for the slowest of peers."""
-ATTENTION_FORWARD = Constant(0.84, "activations_long.json")
-ATTENTION_BACKWARD = Constant(0.72, "activations_long.json")
+ATTENTION_FORWARD = 0.84  # `activations_long.json`
+ATTENTION_BACKWARD = 0.72  # `activations_long.json`
 """Shares of the rate of large products that attention reaches; more than 64 channels per head."""
-FOREACH = Constant(0.89, "optimizer_h200.json")
+FOREACH = 0.89  # `optimizer_h200.json`
 """Share of copy of lists of tensors: .31 for 28 bytes per element, of which it moves 80."""
-FUSED_OPTIMIZER = Constant(0.84, "optimizer_h200.json")
-SHARED = Constant(0.7, "step_time_nvlink.json")
+FUSED_OPTIMIZER = 0.84  # `optimizer_h200.json`
+SHARED = 0.7  # `step_time_nvlink.json`
 """Part of the time of another stream's operators by which computation beside them gets longer."""
 
-POINTWISE = Constant(0.85, "activations_table.json")
-BROADCAST = Constant(0.35, "activations_table.json")
-NORM = Constant(0.60, "activations_table.json")
-GATHERED = Constant(0.40, "step_time_nvlink.json")
+POINTWISE = 0.85  # `activations_table.json`
+BROADCAST = 0.35  # `activations_table.json`
+NORM = 0.60  # `activations_table.json`
+GATHERED = 0.40  # `step_time_nvlink.json`
 """Rows picked by an index, and their gradient."""
 _NORMS = "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"
-_GATHERS = "embedding embedding_dense_backward index index_put_ gather"
+_GATHERS = "embedding", "embedding_dense_backward", "index", "index_put_", "gather"
 _STRIDED = "cat neg slice_backward mean sum"
 SPECIAL = (
     dict.fromkeys(_NORMS.split(), NORM)
-    | dict.fromkeys(_GATHERS.split(), GATHERED)
+    | dict.fromkeys(_GATHERS, GATHERED)
     | dict.fromkeys(_STRIDED.split(), BROADCAST)
     | dict.fromkeys(("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), FUSED_OPTIMIZER)
 )
@@ -181,7 +168,7 @@ def operator_costs(operator: Operator, gpu: Gpu) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     nbytes = operator.read_nbytes + operator.written_nbytes
     moving = nbytes / (_share(operator) * gpu.copy_bytes_per_s)
-    return LAUNCH_S.value, moving, _computing(operator, gpu)
+    return LAUNCH_S, moving, _computing(operator, gpu)
 
 
 def _share(operator: Operator) -> float:
@@ -195,10 +182,10 @@ def _share(operator: Operator) -> float:
             if name.startswith(start) and words.issuperset(needed)
         )
     if name.startswith("_foreach"):
-        return FOREACH.value
+        return FOREACH
     shapes = {shape for shape in operator.shapes if shape}
     default = BROADCAST if len(shapes) > 1 and operator.name != COMPILED else POINTWISE
-    return SPECIAL.get(name, default).value
+    return SPECIAL.get(name, default)
 
 
 def _words(options: Sequence[str]) -> set[str]:
@@ -217,12 +204,12 @@ def _computing(operator: Operator, gpu: Gpu) -> float:
     name, dtype = short_name(operator), operator.dtype
     key = str(dtype).removeprefix("torch.")
     key = "float8" if key.startswith("float8") else key
-    rate = SUSTAINED.value * gpu.products.get(key, gpu.products["bfloat16"])
+    rate = SUSTAINED * gpu.products.get(key, gpu.products["bfloat16"])
     if key == "float8" and operator.phase == "backward":
-        rate *= EXACT_FLOAT8.value
+        rate *= EXACT_FLOAT8
     if "attention" in name:
         part = ATTENTION_BACKWARD if "backward" in name else ATTENTION_FORWARD
-        return operator.flops / (rate * part.value)
+        return operator.flops / (rate * part)
     product = _product(operator)
     if product is None:
         return operator.flops / rate
@@ -240,7 +227,7 @@ def product_efficiency(batch: int, rows: int, depth: int, columns: int) -> float
         tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
         slots = math.ceil(tiles / MULTIPROCESSORS) * MULTIPROCESSORS
         best = max(best, efficiency * batch * rows * columns / (slots * height * width))
-    return best * depth / (depth + DEPTH.value)
+    return best * depth / (depth + DEPTH)
 
 
 def _product(operator: Operator) -> tuple[int, int, int, int] | None:
@@ -255,6 +242,86 @@ def _product(operator: Operator) -> tuple[int, int, int, int] | None:
     # Not the second operand's: `_scaled_mm` takes its transpose.
     columns = operator.flops // (2 * math.prod(batch) * rows * depth)
     return math.prod(batch), rows, depth, max(1, columns)
+
+
+# --- compiled code --------------------------------------------------------------------------------
+
+
+def fused(events: Sequence[Event]) -> list[Event]:
+    """Return events in which those operators are one that a compiler would run together.
+
+    These are consecutive pointwise operators and norms of one stream and phase. What they make and
+    free again is never written, and what one of them has made is not read from memory.
+    """
+    found: list[Event | None] = [*events]
+    run: list[tuple[int, Operator]] = []
+    own: dict[int, int] = {}
+    freed = 0
+
+    def close() -> None:
+        nonlocal freed
+        parts = [operator for _, operator in run]
+        if len(parts) > 1:
+            moved = [_moved(part, parts) for part in parts]
+            written = [each[1] for each in moved]
+            read = sum(each[0] for each in moved) - sum(written[:-1])
+            for index, _ in run:
+                found[index] = None
+            found[run[0][0]] = replace(
+                parts[0],
+                name=COMPILED,
+                flops=0,
+                read_nbytes=max(read, *(each[0] for each in moved)),
+                written_nbytes=max(written[-1], sum(written) - freed),
+                options=(),
+            )
+        run.clear()
+        own.clear()
+        freed = 0
+
+    for index, event in enumerate(events):
+        if isinstance(event, Allocate) and run:
+            own[id(event.storage)] = event.storage.nbytes
+        elif isinstance(event, Free) and run:
+            freed += own.pop(id(event.storage), 0)
+        elif isinstance(event, Operator) and not is_view(event):
+            first = run[0][1] if run else event
+            fusible = is_fusible(event)
+            if not fusible or (first.stream, first.phase) != (event.stream, event.phase):
+                close()
+            if fusible:
+                run.append((index, event))
+        elif isinstance(event, Collective):
+            close()
+    close()
+    return [event for event in found if event is not None]
+
+
+def _moved(operator: Operator, run: Sequence[Operator]) -> tuple[int, int]:
+    """Return the bytes that an operator reads and writes in a run.
+
+    Where the run casts to float32 and back, values in between stay in registers, also those that
+    backward needs: it computes them again.
+    """
+    if any(short_name(part) == "_to_copy" for part in run):
+        if short_name(operator) == "_to_copy":
+            wide = operator.read_nbytes > operator.written_nbytes
+            return (0, operator.written_nbytes) if wide else (operator.read_nbytes, 0)
+        if operator.dtype == torch.float32:
+            return 0, 0
+    return operator.read_nbytes, operator.written_nbytes
+
+
+def is_fusible(operator: Operator) -> bool:
+    """Tell whether a compiler would run an operator together with its neighbours."""
+    name = short_name(operator)
+    return (
+        not operator.flops
+        and operator.phase in ("forward", "backward")
+        and operator.name.startswith("aten.")
+        and name not in _GATHERS
+        and not name.startswith("_foreach")
+    )
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -303,5 +370,5 @@ def collective_costs(
     )
     within_s = within / machine.within_node.bytes_per_s
     if collective.kind == "all_to_all":
-        between /= EXCHANGED.value
+        between /= EXCHANGED
     return waiting, within_s, between / machine.between_nodes.bytes_per_s

@@ -8,12 +8,12 @@ is the step: so parts add up to the total.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lq_lightning.pipeline.schedules import Action, Program
+from lq_lightning.pipeline.schedules import Action, Key, Program
 
 from .costs import (
     BETWEEN,
@@ -28,13 +28,13 @@ from .costs import (
     WITHIN,
     Slower,
     collective_costs,
+    fused,
     is_codec,
     is_view,
     operator_costs,
     sent_nbytes,
 )
-from .fusion import fused
-from .pipeline_time import PipelineClock, Span
+from .machine import Machine
 from .trace import (
     COMPUTING,
     HOST,
@@ -50,9 +50,7 @@ from .trace import (
     Wait,
 )
 
-if TYPE_CHECKING:
-    from .machine import Machine
-
+Span = tuple[str, str, float, float]
 SURE = 1.645  # standard deviations around an interval that contains 90%
 
 # Host time in that of issuing an operator. Python around operators is counted where a trace shows
@@ -70,7 +68,7 @@ class StepTime:
     ``parts`` are what the computing stream does meanwhile; they add up to ``seconds``. In a
     pipeline they are of the rank that waits least. GPUs of a node send each other
     ``sent_within_nbytes``, a node sends others ``sent_between_nbytes``. ``timeline`` has row,
-    label, start and end in seconds of everything for a picture.
+    label, start and end in seconds of the actions of a pipeline.
     """
 
     seconds: float
@@ -143,8 +141,8 @@ def _replayed(
 ) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
     replays = [_Replay(each, slower) for each in prepared]
     if schedule is None:
-        return replays[0].seconds, replays[0].parts, tuple(replays[0].spans)
-    return _pipeline(replays, schedule)
+        return replays[0].seconds, replays[0].parts, ()
+    return _of_pipeline(replays, schedule)
 
 
 def breakeven_rate(
@@ -184,26 +182,6 @@ def _errors(machine: Machine) -> dict[str, float]:
     return {name: max(error, float(getattr(ERRORS, name))) for name, error in known.items()}
 
 
-def _pipeline(
-    replays: Sequence[_Replay], program: Program
-) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
-    """Return the time of a step of all ranks, its parts on the rank that waits least, and spans.
-
-    A rank begins the next step when it has updated its weights. The second step is the one that
-    counts: in the first, all ranks begin at once.
-    """
-    clock = PipelineClock([replay.actions for replay in replays], program)
-    for replay in replays:
-        clock.sends.update(replay.sends)
-    ends = [clock.step() for _ in range(2)]
-    seconds = ends[1] - ends[0]
-    rank = min(range(len(replays)), key=lambda r: sum(clock.gaps[r].values()))
-    parts: Any = replays[rank].parts + clock.gaps[rank]
-    parts[BUBBLE] += seconds - sum(parts.values())  # until the last rank ends
-    spans = [(row, label, a - ends[0], b - ends[0]) for row, label, a, b in clock.spans]
-    return seconds, parts, tuple(spans)
-
-
 # --- one rank -------------------------------------------------------------------------------------
 
 
@@ -218,11 +196,8 @@ class _Prepared:
         events = trace.last_steps(2)
         if not events:
             raise ValueError(f"the trace of rank {trace.rank} has no step: simulate two or more")
-        merged = fused(events) if trace.compiled else {}
-        found = [merged.get(index, event) for index, event in enumerate(events)]
-        self.events: list[Event] = [
-            event for event in found if event is not None and not isinstance(event, Allocate | Free)
-        ]
+        found = fused(events) if trace.compiled else events
+        self.events = [event for event in found if not isinstance(event, Allocate | Free)]
         self._done = max(0, trace.steps - 2)
         self.machine = machine
         self.compiled = trace.compiled
@@ -269,7 +244,7 @@ class _Replay:
 
     ``seconds`` lie between the last two optimizer steps. ``actions`` has what the computing stream
     did in them by part, within each action of a pipeline and outside of them for None; ``sends``
-    the seconds and level of the messages of actions; ``spans`` everything, for a picture.
+    the seconds and level of the messages of actions.
     """
 
     prepared: _Prepared
@@ -277,7 +252,6 @@ class _Replay:
     seconds: float = 0.0
     actions: dict[Action | None, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     sends: dict[Action, tuple[float, str]] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
     _host: float = 0.0
     _streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     _links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -307,7 +281,6 @@ class _Replay:
                 self._issue(BATCH_CALLS)
         self._spend(None)
         self.seconds = self._streams[COMPUTING] - before
-        self.spans = [(row, label, a - before, b - before) for row, label, a, b in self.spans]
 
     @property
     def parts(self) -> Counter[str]:
@@ -335,15 +308,13 @@ class _Replay:
         if stream == COMPUTING:
             self._waited[part] += seconds
             for other in (CODECS, OPTIMIZER, COMPUTE):
-                shared = SHARED.value * self._overlap(begin, begin + seconds, other)
+                shared = SHARED * self._overlap(begin, begin + seconds, other)
                 self._waited[other] += shared
                 seconds += shared
             self._spend(operator.action)
         else:
             self._beside.append((begin, begin + seconds, part))
         self._streams[stream] = begin + seconds
-        row = "computing" if stream == COMPUTING else f"stream {stream}"
-        self._span(row, f"{operator.phase}: {part}", begin, begin + seconds)
 
     def _collective(self, collective: Collective, seconds: float) -> None:
         issued = self._issue(COLLECTIVE_CALLS)
@@ -364,7 +335,6 @@ class _Replay:
             self._spend(collective.action)
         else:
             self._beside.append((begin, begin + seconds, level))
-        self._span(level.replace("exposed ", ""), collective.kind, begin, begin + seconds)
 
     def _begin(self, stream: int, issued: float) -> float:
         """Return when a stream can begin what was issued now."""
@@ -407,14 +377,96 @@ class _Replay:
             self.actions[Action(*action) if action else None] += self._waited
         self._waited.clear()
 
-    def _span(self, row: str, label: str, begin: float, end: float) -> None:
-        if not self._timed:
-            return
-        for index in range(len(self.spans) - 1, max(-1, len(self.spans) - 8), -1):
-            last = self.spans[index]
-            if last[0] == row:
-                if last[1] == label and begin - last[3] < 2e-5:
-                    self.spans[index] = (row, label, last[2], end)
-                    return
-                break
-        self.spans.append((row, label, begin, end))
+
+# --- a pipeline -----------------------------------------------------------------------------------
+
+
+def _of_pipeline(
+    replays: Sequence[_Replay], program: Program
+) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
+    """Return the time of a step of all ranks, its parts on the rank that waits least, and spans.
+
+    A rank begins the next step when it has updated its weights. The second step is the one that
+    counts: in the first, all ranks begin at once.
+    """
+    clock = _PipelineClock(replays, program)
+    ends = [clock.step() for _ in range(2)]
+    seconds = ends[1] - ends[0]
+    rank = min(range(len(replays)), key=lambda r: sum(clock.gaps[r].values()))
+    parts: Any = replays[rank].parts + clock.gaps[rank]
+    parts[BUBBLE] += seconds - sum(parts.values())  # until the last rank ends
+    spans = [(row, label, a - ends[0], b - ends[0]) for row, label, a, b in clock.spans]
+    return seconds, parts, tuple(spans)
+
+
+class _PipelineClock:
+    """Ranks of a pipeline, each working off its order as messages arrive.
+
+    ``gaps`` and ``spans`` are of the last step: by rank, waiting for computations of others and for
+    messages; all actions.
+    """
+
+    def __init__(self, replays: Sequence[_Replay], program: Program) -> None:
+        self.program = program
+        self.gaps: list[Any] = []
+        self.spans: list[Span] = []
+        self._actions = [replay.actions for replay in replays]
+        self._sends = {action: sent for replay in replays for action, sent in replay.sends.items()}
+        self._free = [0.0] * len(replays)
+        self._links: dict[tuple[int, int], float] = defaultdict(float)
+
+    def step(self) -> float:
+        """Run one step; return when the last rank has ended it."""
+        self.gaps, self.spans = [Counter() for _ in self._free], []
+        waiting = [deque(order) for order in self.program.orders]
+        arrived: dict[Key, tuple[float, float, str]] = {}
+        while any(waiting):
+            before = sum(map(len, waiting))
+            for rank, order in enumerate(waiting):
+                while order and self._run(rank, order[0], arrived):
+                    order.popleft()
+            if sum(map(len, waiting)) == before:
+                raise AssertionError("ranks wait for each other")
+        for rank, actions in enumerate(self._actions):
+            self._free[rank] += sum(actions.get(None, Counter()).values())
+        return max(self._free)
+
+    def _run(self, rank: int, action: Action, arrived: dict[Key, tuple[float, float, str]]) -> bool:
+        """Run an action, unless its input is still to be made."""
+        kind, stage, microbatch = action
+        key = None
+        if kind == "F" and stage > 0:
+            key = Key(stage - 1, False, microbatch)
+        elif kind in "BI" and stage < self.program.num_stages - 1:
+            key = Key(stage, True, microbatch)
+        begin = self._free[rank]
+        if key is not None:
+            if key not in arrived:
+                return False
+            made, there, level = arrived[key]
+            begin = max(begin, there)
+            late = max(0.0, made - self._free[rank])
+            self.gaps[rank][BUBBLE] += late
+            self.gaps[rank][level] += begin - self._free[rank] - late
+        end = begin + sum(self._actions[rank].get(action, Counter()).values())
+        self._free[rank] = end
+        self.spans.append((f"rank {rank}", f"{kind}{stage}.{microbatch}", begin, end))
+        backward = kind != "F"
+        if (
+            kind != "W"
+            and 0 <= (target := stage + (-1 if backward else 1)) < self.program.num_stages
+        ):
+            key = Key(target if backward else stage, backward, microbatch)
+            arrived[key] = self._send(rank, self.program.rank_of(target), action, end)
+        return True
+
+    def _send(
+        self, rank: int, target: int, action: Action, made: float
+    ) -> tuple[float, float, str]:
+        """Return when a message was made, when it arrives, and the level of its link."""
+        if rank == target:
+            return made, made, WITHIN
+        seconds, level = self._sends.get(action, (0.0, WITHIN))
+        begin = max(made, self._links[rank, target])
+        self._links[rank, target] = there = begin + seconds
+        return made, there, level
