@@ -314,10 +314,6 @@ def _gpu_of(reports: Sequence[Report]) -> Gpu | None:
         context_nbytes=GPUS["H100"].context_nbytes if used else int(context),
         error=max(rate.error for rate in rates.values()),
         operator_error=max(operator.error, 0.1),
-        origins=dict.fromkeys(
-            ["copy_bytes_per_s", "memory_nbytes", "operator_s", "context_nbytes", *rates],
-            "measured by the doctor",
-        ),
     )
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ class Gpu:
         context_nbytes: Device memory of a CUDA context with torch's kernels.
         error: Relative standard error of ``copy_bytes_per_s`` and ``products``.
         operator_error: Relative standard error of ``operator_s``.
-        origins: Where numbers come from, by name of the attribute or dtype.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Gpu:
     context_nbytes: int
     error: float = 0.1
     operator_error: float = 0.3
-    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +83,6 @@ _COPY, _BF16, _FP16, _FP8, _INT8, _FP32 = 0.88, 0.68, 0.66, 0.64, 0.60, 0.76
 # GPUs, 0.7 by four; more, in proportion, is assumed of eight.
 _NVLINK, _NVLINK_FEW = 0.8, 0.4
 _PCIE = 0.4  # of its rate, between two GPUs through the host's memory
-_MEASURED = "measured"
-_SCALED = "data sheet times the share measured on H200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +122,14 @@ def _gpu(name: str, sheet: _Sheet) -> Gpu:
     products = {"bfloat16": sheet.bf16 * _BF16, "float16": sheet.bf16 * _FP16}
     products["float32"] = sheet.fp32 * _FP32
     products |= {"float8": sheet.fp8 * _FP8, "int8": sheet.int8 * _INT8}
-    measured = _MEASURED if name == "H200" else _SCALED
-    origins = dict.fromkeys(("copy_bytes_per_s", *products), measured)
-    origins |= dict.fromkeys(("operator_s", "context_nbytes"), "measured beside H200s")
-    origins["memory_nbytes"] = _MEASURED if name in _HOPPER else "the driver's report, by others"
     return Gpu(
         name=name,
         memory_nbytes=int(sheet.gib * _GIB),
         copy_bytes_per_s=sheet.memory * _COPY * _TERA,
         products={dtype: rate * _TERA for dtype, rate in products.items() if rate},
-        operator_s=20e-6,
+        operator_s=20e-6,  # this and the context: as on the hosts of H200s
         context_nbytes=710 * 2**20,
         error={"H200": 0.05, "H100": 0.06}.get(name, 0.12),
-        origins=origins,
     )
 
 
@@ -234,9 +225,7 @@ def make_machine(
             "on it and give that file as `profile`."
         )
     if known and table:  # which has what the doctor could not measure
-        products = {**table.products, **known.products}
-        origins = {**table.origins, **known.origins}
-        numbers = replace(known, products=products, origins=origins)
+        numbers = replace(known, products={**table.products, **known.products})
     nodes = _count("nodes", read.nodes if nodes is None else nodes)
     gpus_per_node = _count(
         "gpus_per_node", read.gpus_per_node if gpus_per_node is None else gpus_per_node

@@ -11,11 +11,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from lq_lightning.planning.allocator import MIB, CachingAllocator
+from lq_lightning.planning.machine import Machine
 from lq_lightning.planning.timing import SURE
 from lq_lightning.planning.trace import (
     SHARDED,
@@ -28,9 +29,6 @@ from lq_lightning.planning.trace import (
     Storage,
     Trace,
 )
-
-if TYPE_CHECKING:
-    from lq_lightning.planning.machine import Machine
 
 Kind = Literal[
     "weights",
@@ -105,8 +103,7 @@ class MemoryPeak:
 
 def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
     """Return the peak of device memory of a simulated rank."""
-    moments = _Moments(trace)
-    replay = _Replay(trace, Classification(trace))
+    replay = _Replay(trace)
     allocated, reserved = replay.allocator.max_allocated, replay.allocator.reserved
     constant, error = _outside_allocator(trace, machine)
     parts: dict[str, int] = {kind: replay.at_peak.get(kind, 0) for kind in KINDS}
@@ -119,10 +116,10 @@ def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
         low_nbytes=max(allocated, reserved + constant - error),
         high_nbytes=reserved + constant + error,
         kinds=parts,
-        when=moments.words(replay.peak_index, replay.peak_storage, replay.kinds),
+        when=replay.when,
         timeline=tuple(
-            (moments.part(index), {kind: nbytes for kind, nbytes in kinds.items() if nbytes})
-            for index, kinds in replay.largest
+            (part, {kind: nbytes for kind, nbytes in kinds.items() if nbytes})
+            for part, kinds in replay.largest
         ),
     )
 
@@ -152,20 +149,66 @@ def _outside_allocator(trace: Trace, machine: Machine) -> tuple[int, int]:
     return context + nccl, int(_CONTEXT_ERROR * context + _NCCL_ERROR * nccl)
 
 
+class _Moment(NamedTuple):
+    """A point of a run: step (from 0; -1 before training), micro-batch (from 1), phase, action."""
+
+    step: int = -1
+    batch: int = 0
+    phase: str = "setup"
+    action: tuple[str, int, int] | None = None
+
+    def after(self, event: Event) -> _Moment:
+        """Return the point that an event brings a rank to."""
+        if isinstance(event, Mark):
+            phase = _AFTER.get(event.name, self.phase)
+            if event.name != "batch":
+                return self._replace(phase=phase, action=None)
+            again = event.step == self.step
+            return _Moment(event.step, self.batch + 1 if again else 1, phase)
+        if isinstance(event, (Operator, Collective)):
+            return self._replace(phase=event.phase, action=event.action)
+        return self
+
+    @property
+    def part(self) -> str:
+        """The part of a step in a few words, such as ``"backward 2"``."""
+        if self.phase not in ("forward", "backward"):
+            return self.phase
+        return f"{self.phase} {self.batch if self.action is None else self.action[2] + 1}"
+
+    def words(self, storage: Storage | None, kind: str) -> str:
+        """Say in words when a storage of this kind was allocated."""
+        phase, doing = self.phase, ""
+        if storage is not None:
+            phase = storage.phase
+            if kind == "logits and loss":
+                doing = ", in the loss"
+            elif storage.operator:
+                doing = f", while `{_short(storage.operator)}` ran"
+        if self.step < 0:
+            return f"before the first step{doing}"
+        step = f"step {self.step + 1}{doing}"
+        if phase not in ("forward", "backward"):
+            return f"{'optimizer' if phase == 'optimizer' else 'around'} {step}"
+        batch, stage = self.batch, ""
+        if self.action is not None:
+            batch, stage = self.action[2] + 1, f" on stage {self.action[1]}"
+        return f"{phase} of micro-batch {batch}{stage} in {step}"
+
+
 class _Replay:
     """Runs a trace through an allocator and keeps bytes by kind at the peak and in the last step.
 
-    ``peak_storage`` was allocated at the peak, None for a workspace of cuBLAS. ``largest`` has, of
-    equally long stretches of events of the last step, the index and bytes by kind where most is
-    allocated.
+    ``when`` says when the peak was. ``largest`` has, of equally long stretches of events of the
+    last step, the part of the step and bytes by kind where most is allocated.
     """
 
-    def __init__(self, trace: Trace, kinds: Classification) -> None:
-        self.allocator, self.kinds = CachingAllocator(), kinds
+    def __init__(self, trace: Trace) -> None:
+        self.allocator, kinds = CachingAllocator(), Classification(trace)
         self.at_peak: dict[str, int] = {}
-        self.peak_index = 0
-        self.peak_storage: Storage | None = None
-        self.largest: list[tuple[int, dict[str, int]]] = []
+        self.largest: list[tuple[str, dict[str, int]]] = []
+        self._moment = _Moment()
+        self.when = self._moment.words(None, "")
         self._most = -1
         self._now: Counter[str] = Counter()
         self._workspaces: set[tuple[bool, int]] = set()
@@ -173,39 +216,41 @@ class _Replay:
         start = len(trace.events) - len(trace.last_steps())
         length = max(1, (len(trace.events) - start) // _TIMELINE_POINTS)
         most = -1
-        for index, event in enumerate(_on_device(trace.events)):
+        events = zip(trace.events, _on_device(trace.events), strict=True)
+        for index, (original, event) in enumerate(events):
+            self._moment = self._moment.after(original)
             block = self.allocator.apply(event)
             if block is not None and isinstance(event, Allocate):
                 sizes[event.storage] = block.nbytes
-                self._add(kinds.of(event.storage), block.nbytes, index, event.storage)
+                self._add(kinds.of(event.storage), block.nbytes, event.storage)
             elif isinstance(event, Free):
                 self._now[kinds.of(event.storage)] -= sizes.pop(event.storage)
             elif isinstance(event, Operator):
-                self._add_workspace(event, index)
+                self._add_workspace(event)
             if index < start:
                 continue
             if (index - start) % length == 0:
-                self.largest.append((index, dict(self._now)))
+                self.largest.append((self._moment.part, dict(self._now)))
             elif self.allocator.allocated > most:
-                self.largest[-1] = (index, dict(self._now))
+                self.largest[-1] = (self._moment.part, dict(self._now))
             else:
                 continue
             most = self.allocator.allocated
 
-    def _add(self, kind: str, nbytes: int, index: int, storage: Storage | None) -> None:
+    def _add(self, kind: str, nbytes: int, storage: Storage | None = None) -> None:
         self._now[kind] += nbytes
         if self.allocator.allocated > self._most:
             self._most, self.at_peak = self.allocator.allocated, dict(self._now)
-            self.peak_index, self.peak_storage = index, storage
+            self.when = self._moment.words(storage, kind)
 
-    def _add_workspace(self, product: Operator, index: int) -> None:
+    def _add_workspace(self, product: Operator) -> None:
         """Allocate what cuBLAS keeps from the first product of a thread on a stream."""
         if _short(product.name).rpartition(".")[2] in _PRODUCTS:
             user = product.phase == "backward", product.stream
             if user not in self._workspaces:
                 self._workspaces.add(user)
                 block = self.allocator.allocate(_WORKSPACE_NBYTES, product.stream)
-                self._add("temporary", block.nbytes, index, None)
+                self._add("temporary", block.nbytes)
 
 
 def _on_device(events: list[Event]) -> list[Event]:
@@ -223,58 +268,6 @@ def _on_device(events: list[Event]) -> list[Event]:
         for event in events[fit:]
     ]
     return [*[nothing] * (fit - len(start)), *start, *rest]
-
-
-class _Moments:
-    """Which part of the run each event belongs to."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._batches: list[tuple[int, int, int]] = [(-1, -1, 0)]  # event, step, micro-batch
-        self._phases: list[tuple[int, str, tuple[str, int, int] | None]] = [(-1, "setup", None)]
-        for index, event in enumerate(trace.events):
-            phase = self._phases[-1][1:]
-            if isinstance(event, Mark):
-                phase = _AFTER.get(event.name, phase[0]), None
-                if event.name == "batch":
-                    _, step, batch = self._batches[-1]
-                    again = event.step == step
-                    self._batches.append((index, event.step, batch + 1 if again else 1))
-            elif isinstance(event, (Operator, Collective)):
-                phase = event.phase, event.action
-            if phase != self._phases[-1][1:]:
-                self._phases.append((index, *phase))
-
-    def _at(self, index: int) -> tuple[int, int, str, tuple[str, int, int] | None]:
-        """Return step (from 0; -1 before training), micro-batch (from 1), phase and action."""
-        batch = self._batches[bisect_right(self._batches, (index, 1 << 60)) - 1]
-        phase = self._phases[bisect_right([each[0] for each in self._phases], index) - 1]
-        return *batch[1:], *phase[1:]
-
-    def part(self, index: int) -> str:
-        """Return the part of a step in a few words, such as ``"backward 2"``."""
-        _, batch, phase, action = self._at(index)
-        if phase not in ("forward", "backward"):
-            return phase
-        return f"{phase} {batch if action is None else action[2] + 1}"
-
-    def words(self, index: int, storage: Storage | None, kinds: Classification) -> str:
-        """Return the moment at which a storage was allocated, in words."""
-        step, batch, phase, action = self._at(index)
-        doing = ""
-        if storage is not None:
-            phase = storage.phase
-            if kinds.of(storage) == "logits and loss":
-                doing = ", in the loss"
-            elif storage.operator:
-                doing = f", while `{_short(storage.operator)}` ran"
-        if step < 0:
-            return f"before the first step{doing}"
-        if phase not in ("forward", "backward"):
-            return f"{'optimizer' if phase == 'optimizer' else 'around'} step {step + 1}{doing}"
-        stage = ""
-        if action is not None:
-            batch, stage = action[2] + 1, f" on stage {action[1]}"
-        return f"{phase} of micro-batch {batch}{stage} in step {step + 1}{doing}"
 
 
 class Classification:

@@ -74,13 +74,12 @@ class LossPrice:
     """What codes cost in loss, against full precision, in percent with the standard error.
 
     ``percent`` is None where nothing was measured, ``error_percent`` where it is not known.
-    ``text`` says both, and what was not measured; ``source`` names the runs.
+    ``text`` says both, and what was not measured.
     """
 
     percent: float | None
     error_percent: float | None
     text: str
-    source: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,7 +346,7 @@ def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulatio
 
 def _told(price: Price) -> LossPrice:
     percent, error = price.percent, price.error_percent
-    return LossPrice(percent=percent, error_percent=error, text=str(price), source=price.source)
+    return LossPrice(percent=percent, error_percent=error, text=str(price))
 
 
 def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None:

@@ -19,9 +19,6 @@ WHAT_STUDIES_CANNOT_SEE = (
     "Measured on models of 0.1 to 361 million parameters, over 301 million tokens at most, on two "
     "nodes or fewer: larger models, longer runs and other data may lose more or less."
 )
-HOW_PRICES_COMBINE = (
-    "What was measured together counts as one; other prices are added, their errors in quadrature."
-)
 _SAME_SIZE = 4.0  # studies of models so many times smaller than the largest do not count
 _STAGES = (2, 4, 8)  # that were measured; between them the next larger number stands for one
 
@@ -39,18 +36,6 @@ class Cost:
     error_percent: float | None
     losses: tuple[Loss, ...]
 
-    @property
-    def source(self) -> str:
-        """Models, steps, seeds and reports."""
-        found = []
-        for loss in self.losses:
-            study = STUDIES[loss.study]
-            seeds = "1 run" if loss.seeds == 1 else f"{loss.seeds} seeds"
-            note = f", {loss.note}" if loss.note else ""
-            told = f"{study.model}, {study.steps} steps of {study.kind}, {seeds}{note}"
-            found.append(f"{told} ({study.report})")
-        return "; ".join(found)
-
 
 @dataclass(frozen=True, slots=True)
 class Price:
@@ -65,12 +50,6 @@ class Price:
     error_percent: float | None
     unmeasured: tuple[str, ...]
     costs: tuple[Cost, ...]
-
-    @property
-    def source(self) -> str:
-        """Where each part comes from."""
-        told = [f"{' + '.join(cost.quantized)}: {cost.source}" for cost in self.costs]
-        return "; ".join(told) or ("no study" if self.unmeasured else "no codes")
 
     def __str__(self) -> str:
         """Such as ``+0.04 ± 0.01%``."""
@@ -195,7 +174,10 @@ def price_of(options: RunOptions, cluster: Machine, kind: Kind = "pretraining") 
 
 
 def price(parts: Iterable[str], kind: Kind = "pretraining") -> Price:
-    """Price what is rounded, as :func:`quantized_parts` names it; see ``HOW_PRICES_COMBINE``."""
+    """Price what is rounded, as :func:`quantized_parts` names it.
+
+    What was measured together counts as one; other prices are added, their errors in quadrature.
+    """
     left, costs = dict.fromkeys(parts), []
     others = [each for each in get_args(Kind) if each != kind]
     for each in (kind, *others):

@@ -106,7 +106,6 @@ def test_every_gpu_is_possible(name: str) -> None:
     assert gpu.products["float32"] < gpu.products["bfloat16"]
     assert gpu.products.get("float8", gpu.products["bfloat16"]) >= gpu.products["bfloat16"]
     assert 0 < gpu.error < 0.3
-    assert set(gpu.origins) >= {*gpu.products, "copy_bytes_per_s", "memory_nbytes", "operator_s"}
     assert machine.nvlink == (machine.within_node.bytes_per_s > 1e11)
     assert ("float8" in gpu.products) == (not name.startswith(("A1", "RTX 3")))
 
@@ -122,7 +121,6 @@ def test_measured_numbers_are_those_of_the_reports() -> None:
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     copy = json.loads((results / "kernels_h200.json").read_text())["results"]["copy_gb_per_s"]
     assert GPUS["H200"].copy_bytes_per_s == pytest.approx(copy * 1e9, rel=0.015)
-    assert GPUS["H200"].origins["copy_bytes_per_s"] == "measured"
     for name, report in (("H200", "kernels_h200.json"), ("H100", "activations_int8.json")):
         (first, *_) = json.loads((results / report).read_text())["environment"]["gpus"]
         assert find_gpu(first["name"]) == name
