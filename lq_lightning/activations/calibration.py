@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
+from lq_lightning.foundation.nested import from_plain
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecMeasurement:
@@ -157,25 +159,8 @@ class ActivationCalibration:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ActivationCalibration:
         """Return a calibration from the result of ``to_dict``, also through JSON."""
-        return cls(
-            sites=tuple(
-                SiteCalibration(
-                    **{**site, "codecs": tuple(CodecMeasurement(**c) for c in site["codecs"])}
-                )
-                for site in data["sites"]
-            ),
-            units=tuple(UnitCalibration(**unit) for unit in data["units"]),
-            tensors=tuple(
-                KeptTensors(
-                    nbytes=each["nbytes"],
-                    savers=tuple(
-                        Saver(s["site"], tuple(s["inside"]), s["input_of"]) for s in each["savers"]
-                    ),
-                )
-                for each in data["tensors"]
-            ),
-            step_time_s=data["step_time_s"],
-        )
+        read: ActivationCalibration = from_plain(cls, data)
+        return read
 
     def table(self) -> str:
         """Return a readable table: by site and codec the bytes, the time and the errors."""

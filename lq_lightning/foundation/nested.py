@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -29,8 +30,29 @@ def leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
             yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
     else:
         yield path, value
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """Make the value of a type, such as a dataclass of others, from what ``asdict`` and JSON made.
+
+    Fields that the type does not have are left out; one that is missing raises ``TypeError``.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        names = [each.name for each in fields(kind) if each.name in value]
+        return kind(**{name: from_plain(hints[name], value[name]) for name in names})  # type: ignore[operator]
+    if origin is tuple:
+        kinds = [args[0]] * len(value) if args[-1] is ... else args
+        return tuple(from_plain(each, part) for each, part in zip(kinds, value, strict=True))
+    if origin is not None and issubclass(dict, origin):
+        return {name: from_plain(args[1], part) for name, part in value.items()}
+    if NoneType in args:
+        some = next(each for each in args if each is not NoneType)
+        return None if value is None else from_plain(some, value)
+    return value

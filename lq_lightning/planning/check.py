@@ -41,7 +41,6 @@ def check_run(
     machine: Mapping[str, Any],
     *,
     batch: Any = None,
-    steps: int = STEPS,
 ) -> Check:
     """Train a few steps of a planned run on this machine, with the same batch in each.
 
@@ -66,25 +65,18 @@ def check_run(
         batch, _ = find_batch(module, data, run.keeps_data)
     elif isinstance(batch, str):
         batch = parse_batch(batch)
-    callback = PlanCheck(_content(plan), quiet=True)
+    callback = PlanCheck(json.loads(plan.to_json()), quiet=True)
     overrides = {
         "accelerator": "gpu" if torch.cuda.is_available() else "cpu",
         "devices": local,
         "num_nodes": nodes,
-        "max_steps": steps,
+        "max_steps": STEPS,
         "callbacks": [callback],
     }
     trainer, module, _ = run(overrides)
     trainer.fit(module, OneBatch(batch))
     lines, measured = tuple(callback.lines), tuple(callback.measured)
     return Check(plan=plan, lines=lines, measured=measured, note=note)
-
-
-def _content(plan: Plan) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(plan.to_json())
-    for rank, read in zip(plan.memory, content["memory"], strict=True):
-        read["peak"]["allocated_interval"] = rank.peak.allocated_interval
-    return content
 
 
 def _ranks_here() -> tuple[int, int]:

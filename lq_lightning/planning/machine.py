@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lq_lightning.foundation.checks import is_number, is_whole
+from lq_lightning.foundation.nested import from_plain
 
 PROFILE_FORMAT = "lq-lightning doctor 1"
 _GIB, _TERA, _GIGA = 2**30, 1e12, 1e9
@@ -276,11 +277,8 @@ def _read_profile(path: str | Path) -> Profile:
         content = json.loads(Path(path).read_text())
         if content["format"] != PROFILE_FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {PROFILE_FORMAT!r}")
-        values = dict(content["machine"])
-        values["gpu"] = None if values["gpu"] is None else Gpu(**values["gpu"])
-        for name in ("within_node", "between_nodes"):
-            values[name] = None if values[name] is None else Link(**values[name])
-        return Profile(**values)
+        read: Profile = from_plain(Profile, content["machine"])
+        return read
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"profile {str(path)!r} cannot be read: {type(error).__name__}: {error}. Write it with "

@@ -83,6 +83,7 @@ class MemoryPeak:
         when: The moment of the peak in words.
         timeline: Allocated bytes by kind over the last step, each with the part of the step: the
             largest ones of equally many events.
+        allocated_interval: Interval of :attr:`allocated_nbytes`.
     """
 
     allocated_nbytes: int
@@ -93,12 +94,7 @@ class MemoryPeak:
     kinds: Mapping[str, int]
     when: str
     timeline: tuple[tuple[str, Mapping[str, int]], ...]
-
-    @property
-    def allocated_interval(self) -> tuple[int, int]:
-        """Interval of :attr:`allocated_nbytes`."""
-        error = int(_ALLOCATED_ERROR * self.allocated_nbytes) + _WORKSPACE_NBYTES
-        return self.allocated_nbytes - error, self.allocated_nbytes + error
+    allocated_interval: tuple[int, int]
 
 
 def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
@@ -109,6 +105,7 @@ def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
     parts: dict[str, int] = {kind: replay.at_peak.get(kind, 0) for kind in KINDS}
     parts |= {"CUDA and NCCL": constant, "fragmentation": reserved - allocated}
     error = int(SURE * math.hypot(error, _RESERVED_ERROR * reserved))
+    less = int(_ALLOCATED_ERROR * allocated) + _WORKSPACE_NBYTES
     return MemoryPeak(
         allocated_nbytes=allocated,
         reserved_nbytes=reserved,
@@ -121,6 +118,7 @@ def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
             (part, {kind: nbytes for kind, nbytes in kinds.items() if nbytes})
             for part, kinds in replay.largest
         ),
+        allocated_interval=(allocated - less, allocated + less),
     )
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lq_lightning.callbacks.model_setup import AfterConfigureModel
+from lq_lightning.foundation.nested import from_plain
 from lq_lightning.pipeline.schedules import Program as Orders
 from lq_lightning.pipeline.schedules import stages_of_rank, training_program
-from lq_lightning.planning.alternatives import Setting, ranked, remedies
+from lq_lightning.planning.alternatives import (
+    Outcome,
+    Setting,
+    number_of_equal_layers,
+    ranked,
+    remedies,
+    with_layers,
+)
 from lq_lightning.planning.changes import Model
 from lq_lightning.planning.config import (
     BATCH_REMEDY,
@@ -27,7 +34,6 @@ from lq_lightning.planning.config import (
     parse_batch,
     python_program,
 )
-from lq_lightning.planning.estimates import Outcome, number_of_equal_layers, with_layers
 from lq_lightning.planning.machine import Machine, make_machine
 from lq_lightning.planning.memory import MemoryPeak, of_host_memory, peak_memory
 from lq_lightning.planning.prices import Price, price_of
@@ -187,7 +193,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what :meth:`to_json` returned."""
-        read: Plan = _decode(cls, json.loads(text))
+        read: Plan = from_plain(cls, json.loads(text))
         return read
 
     def __str__(self) -> str:
@@ -195,24 +201,6 @@ class Plan:
         from lq_lightning.planning.report import lines_of
 
         return "\n".join(lines_of(self))
-
-
-def _decode(kind: Any, value: Any) -> Any:
-    """Make the value of a type from what JSON made of it."""
-    origin, args = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        names = [each.name for each in fields(kind) if each.name in value]
-        return kind(**{name: _decode(hints[name], value[name]) for name in names})  # type: ignore[operator]
-    if origin is tuple:
-        kinds = [args[0]] * len(value) if args[-1] is ... else args
-        return tuple(_decode(each, part) for each, part in zip(kinds, value, strict=True))
-    if origin is not None and issubclass(dict, origin):
-        return {name: _decode(args[1], part) for name, part in value.items()}
-    if NoneType in args:
-        some = next(each for each in args if each is not NoneType)
-        return None if value is None else _decode(some, value)
-    return value
 
 
 # --- simulation -----------------------------------------------------------------------------------

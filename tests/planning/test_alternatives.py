@@ -14,9 +14,14 @@ from lq_lightning import ActivationPolicy, OptimizerQuantization, WeightQuantiza
 from lq_lightning.planning.alternatives import (
     PERCENT_OF_TIME,
     Alternatives,
+    Estimator,
+    Outcome,
     Setting,
+    keep_layers,
+    number_of_equal_layers,
     ranked,
     remedies,
+    with_layers,
 )
 from lq_lightning.planning.changes import (
     FASTEST_FIRST,
@@ -24,13 +29,6 @@ from lq_lightning.planning.changes import (
     Model,
     changes_of,
     in_turn,
-)
-from lq_lightning.planning.estimates import (
-    Estimator,
-    Outcome,
-    keep_layers,
-    number_of_equal_layers,
-    with_layers,
 )
 from lq_lightning.planning.run_options import RunOptions
 
@@ -350,12 +348,11 @@ def test_search_is_deterministic() -> None:
     assert len(first) == len({(str(options), layers) for options, layers in first})  # none twice
 
 
-def test_refusals_are_told_and_others_raised() -> None:
+def test_what_cannot_be_made_is_passed_over_and_other_errors_raised() -> None:
     found, _ = found_by(ranked, 60, model=replace(MODEL, can_cut_layers=True))
-    assert (
-        found.refused['tensor_parallel_size=4, tensor_parallel="auto"']
-        == "a layout that does not divide"
-    )
+    made = {label for each in found.fitting + found.too_large for label in each.changes}
+    assert 'tensor_parallel_size=2, tensor_parallel="auto"' in made
+    assert 'tensor_parallel_size=4, tensor_parallel="auto"' not in made
     with pytest.raises(ValueError, match="does not divide"):
         found_by(ranked, 60, options=OPTIONS.changed(tensor_parallel_size=4))
 
