@@ -233,7 +233,7 @@ def _slow_links(reports: Sequence[Report], nvlink: bool) -> Iterator[Problem]:
     # sides' times is the link's.
     seen = {(link.exchange, link.target): link.bytes_per_s for link in links}
     for level, words in _WORDS.items():
-        of_level = [link for link in links if link.exchange[::2] == (level, True)]
+        of_level = [link for link in links if link.exchange.level == level]
         if not of_level:
             continue
         rates = {
@@ -266,7 +266,7 @@ def make_profile(reports: Sequence[Report], nvlink: bool = False) -> Profile:
     node_size = reports[0].node_size
     nodes: dict[tuple[Exchange, int], list[LinkTime]] = defaultdict(list)
     for link in links:
-        if link.exchange.level == "inter" and link.exchange.together:
+        if link.exchange.level == "inter":
             nodes[link.exchange, link.target // node_size].append(link)
     return Profile(
         gpu=_gpu_of([report for report in reports if report.gpu]),
@@ -336,9 +336,6 @@ def describe(reports: Sequence[Report], profile: Profile, problems: Sequence[Pro
                 f"{name} nodes: {link.bytes_per_s / 1e9:.3g} GB/s ({link.bytes_per_s / 1.25e8:.3g} "
                 f"Gb/s) {whose} and direction, {link.latency_s * 1e6:.0f} us (+- {link.error:.1%})"
             )
-    alone = [each for r in reports for each in r.links if not each.exchange.together]
-    if alone:
-        lines.append(f"one pair of ranks: {median(e.bytes_per_s for e in alone) / 1e9:.3g} GB/s")
     if carriers := sorted({report.carrier for report in reports} - {""}):
         lines.append(f"network: TCP over {', '.join(carriers)}")
     offset = max(abs(report.offset_s) for report in reports)

@@ -168,20 +168,20 @@ def _codec(codec: Any) -> str:
 # --- what that costs ------------------------------------------------------------------------------
 
 
-def price_of(options: RunOptions, cluster: Machine, kind: Kind = "pretraining") -> Price:
-    """Price the codes of a run; studies of other kinds count where those of ``kind`` have none."""
-    return price(quantized_parts(options, cluster), kind)
+def price_of(options: RunOptions, cluster: Machine) -> Price:
+    """Price the codes of a run."""
+    return price(quantized_parts(options, cluster))
 
 
-def price(parts: Iterable[str], kind: Kind = "pretraining") -> Price:
+def price(parts: Iterable[str]) -> Price:
     """Price what is rounded, as :func:`quantized_parts` names it.
 
     What was measured together counts as one; other prices are added, their errors in quadrature.
+    Fine-tuning counts for what no study of pretraining has.
     """
     left, costs = dict.fromkeys(parts), []
-    others = [each for each in get_args(Kind) if each != kind]
-    for each in (kind, *others):
-        losses = [loss for loss in LOSSES if STUDIES[loss.study].kind == each]
+    for kind in get_args(Kind):
+        losses = [loss for loss in LOSSES if STUDIES[loss.study].kind == kind]
         together = dict.fromkeys(loss.quantized for loss in losses)
         for quantized in sorted(together, key=len, reverse=True):
             if all(part in left for part in quantized):

@@ -46,20 +46,14 @@ class Measured(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """All ranks of a level send to the one that is ``distance`` ranks or nodes further.
-
-    Between nodes, ``together`` tells whether all ranks of a node do, or only its first.
-    """
+    """All ranks of a level send to the one that is ``distance`` ranks or nodes further."""
 
     level: Level
     distance: int
-    together: bool
 
-    def peers(self, at: Topology) -> tuple[int, int] | None:
-        """Return the rank to which this one sends and that from which it receives, if it does."""
+    def peers(self, at: Topology) -> tuple[int, int]:
+        """Return the rank to which this one sends, and that from which it receives."""
         if self.level == "inter":
-            if at.local_rank and not self.together:
-                return None
             step, first, size = self.distance * at.node_size, 0, at.world_size
         else:
             step, first, size = self.distance, at.node * at.node_size, at.node_size
@@ -305,11 +299,8 @@ def exchanges(topology: Topology) -> list[Exchange]:
     def distances(size: int, most: int) -> list[int]:
         return [d for d in range(1, size) if size <= most or d in (1, 2, 4, 8)]
 
-    found = [Exchange("intra", distance, True) for distance in distances(topology.node_size, 8)]
-    ways = (True,) if topology.node_size == 1 else (False, True)
-    for distance in distances(topology.num_nodes, 5):
-        found += [Exchange("inter", distance, together) for together in ways]
-    return found
+    found = [Exchange("intra", distance) for distance in distances(topology.node_size, 8)]
+    return found + [Exchange("inter", distance) for distance in distances(topology.num_nodes, 5)]
 
 
 def measure_links(
@@ -339,8 +330,6 @@ def measure_links(
 
     def send(each: Exchange, nbytes: int) -> None:
         peers = each.peers(topology)
-        if peers is None:
-            return
         group = within if each.level == "intra" else None
         ways = ((dist.isend, sent, peers[0]), (dist.irecv, received, peers[1]))
         works = [dist.P2POp(way, data[:nbytes], peer, group) for way, data, peer in ways]
@@ -360,26 +349,23 @@ def measure_links(
         return median(end - start for start, end in pairwise(times[1:]))
 
     for each in exchanges(topology):
-        peers = each.peers(topology)
         latency_s = exchange(each, 8, 10)
         for nbytes in sizes:
             taken_s = exchange(each, nbytes, 3)
-            crossed += 4 * nbytes if each.level == "inter" and peers is not None else 0
+            crossed += 4 * nbytes if each.level == "inter" else 0
             slowest = torch.tensor([taken_s], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control)
             if slowest.item() >= _LONG_ENOUGH_S:
                 break
-        if peers is not None:
-            rate = nbytes / max(taken_s - latency_s, taken_s / 2)
-            report.links.append(
-                LinkTime(
-                    exchange=each,
-                    source=peers[1],
-                    target=topology.rank,
-                    bytes_per_s=rate,
-                    latency_s=min(latency_s, _queued_s(partial(send, each, 8), device)),
-                )
+        report.links.append(
+            LinkTime(
+                exchange=each,
+                source=each.peers(topology)[1],
+                target=topology.rank,
+                bytes_per_s=nbytes / max(taken_s - latency_s, taken_s / 2),
+                latency_s=min(latency_s, _queued_s(partial(send, each, 8), device)),
             )
+        )
     grown = {name: n - before[name] for name, n in _sent_nbytes(report, system).items()}
     most = max(grown, key=grown.__getitem__, default="")
     report.carrier = most if crossed and grown.get(most, 0) > crossed / 2 else ""
