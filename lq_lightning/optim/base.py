@@ -24,11 +24,10 @@ from lq_lightning._compat.tensors import (
 )
 from lq_lightning._compat.torch import add_one_to_all
 from lq_lightning.codecs import derive_seed
-from lq_lightning.kernels.optimizer_step import (
+from lq_lightning.kernels.optimizer_step.formats import StateFormat, groups_per_row
+from lq_lightning.kernels.optimizer_step.op import (
     FLOAT_DTYPES,
     PreparedTensor,
-    StateFormat,
-    groups_per_row,
     optimizer_step,
     prepare,
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lq_lightning._compat.tensors import row_pieces, shard_slices
 from lq_lightning.foundation.checks import check_choice, is_whole
 from lq_lightning.foundation.parameters import embeddings
-from lq_lightning.kernels.optimizer_step import StateFormat, row_length, state_format
+from lq_lightning.kernels.optimizer_step.formats import StateFormat, row_length, state_format
 
 StateCode = Literal["expanded_fp8", "fp8", "dynamic8", "int8", "float32"]
 

@@ -22,13 +22,13 @@ from lq_lightning._compat.tensors import (
     stacked_layout,
     whole_tensor,
 )
-from lq_lightning.kernels.optimizer_step import (
+from lq_lightning.kernels.optimizer_step.formats import (
     GROUP_SIZE,
+    MOST_MANTISSA_BITS,
     StateFormat,
     groups_per_row,
     row_length,
 )
-from lq_lightning.kernels.optimizer_step.formats import MOST_MANTISSA_BITS
 from lq_lightning.kernels.optimizer_step.reference import State, decode_state, encode_state
 
 from .config import STAMP, OptimizerQuantization, check_stamp

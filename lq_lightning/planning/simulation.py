@@ -42,7 +42,7 @@ from lq_lightning.callbacks import activation_quantization
 from lq_lightning.data_parallel import all_gather
 from lq_lightning.foundation import streams
 from lq_lightning.kernels.checksum import checksums
-from lq_lightning.kernels.optimizer_step import optimizer_step
+from lq_lightning.kernels.optimizer_step.op import optimizer_step
 from lq_lightning.pipeline.engine import PipelineEngine, batch_digest
 from lq_lightning.pipeline.execution import Execution
 from lq_lightning.strategies import parts, token_shares

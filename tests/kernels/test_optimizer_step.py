@@ -12,18 +12,18 @@ from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.message.reference import packed_seed_words, seed_words
-from lq_lightning.kernels.optimizer_step import (
+from lq_lightning.kernels.optimizer_step import reference
+from lq_lightning.kernels.optimizer_step.formats import (
     FORMATS,
+    GROUP_SIZE,
     RULES,
     StateFormat,
+    codebook,
     groups_per_row,
-    optimizer_step,
-    prepare,
-    reference,
     row_length,
     state_format,
 )
-from lq_lightning.kernels.optimizer_step.formats import GROUP_SIZE, codebook
+from lq_lightning.kernels.optimizer_step.op import optimizer_step, prepare
 from lq_lightning.kernels.optimizer_step.reference import State
 
 in_triton = [

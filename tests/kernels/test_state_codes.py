@@ -9,13 +9,15 @@ import triton.language as tl
 from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
-from lq_lightning.kernels.optimizer_step import FORMATS, StateFormat, state_format
 from lq_lightning.kernels.optimizer_step.formats import (
     E4M3_MAX,
+    FORMATS,
     GROUP_SIZE,
+    StateFormat,
     codebook,
     level_pairs,
     reciprocal_parts,
+    state_format,
 )
 from lq_lightning.kernels.optimizer_step.reference import (
     decode_groups,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lq_lightning.kernels.optimizer_step import PreparedTensor, optimizer_step
+from lq_lightning.kernels.optimizer_step.op import PreparedTensor, optimizer_step
 from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, QuantizedSGD, base
 from lq_lightning.optim.base import QuantizedOptimizer
 
