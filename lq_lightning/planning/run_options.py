@@ -27,7 +27,7 @@ from lq_lightning.planning.config import as_list
 from lq_lightning.planning.machine import Machine
 from lq_lightning.plugins import QuantizedPrecision
 from lq_lightning.strategies import QuantizedFSDPStrategy, QuantizedPipelineStrategy
-from lq_lightning.strategies.parts import WeightOption, choose_quantization
+from lq_lightning.strategies.parts import choose_quantization, read_options
 from lq_lightning.strategies.pipelines.stages import stage_topology
 from lq_lightning.strategies.tensor_parallel import data_topology
 
@@ -150,22 +150,11 @@ class RunOptions:
         self, cluster: Machine
     ) -> tuple[WeightQuantization | None, GradientQuantization | None]:
         """What ``"auto"`` stands for there; None: full precision."""
-        weights: Any = self.weights
-        gradients: Any = self.gradients
-        replica: Any = self.replica
-        if weights == "none":
-            weights = None
-        elif not isinstance(weights, WeightQuantization):
-            weights = WeightOption(weights, replica)
-        if gradients == "none":
-            gradients = None
-        elif gradients != "auto" and not isinstance(gradients, GradientQuantization):
-            gradients = GradientQuantization(method=gradients)
         topology = self.topology(cluster)
         if topology.world_size == 1 or not self.is_ours:
             return None, None
-        chosen = choose_quantization(weights, gradients, topology, cluster.nvlink)
-        return chosen[0], chosen[1]
+        asked = read_options(self.weights, self.gradients, self.replica)
+        return choose_quantization(*asked, topology, cluster.nvlink)[:2]
 
     # --- another run ------------------------------------------------------------------------------
 

@@ -233,6 +233,26 @@ def nvlink_inside_nodes(device: torch.device, node_size: int) -> bool:
     return bool(flag)
 
 
+def read_options(
+    weights: Any, gradients: Any, replica: Any
+) -> tuple[WeightOption | WeightQuantization | None, Auto | GradientQuantization | None]:
+    """Return what these options of a strategy ask for, perhaps still to be chosen.
+
+    None stands for full precision.
+    """
+    if weights == "none":
+        weights = None
+    elif not isinstance(weights, WeightQuantization):
+        is_open = "auto" in (weights, replica)
+        make = WeightOption if is_open else WeightQuantization
+        weights = make(method=weights, replica=replica)
+    if gradients == "none":
+        gradients = None
+    elif gradients != "auto" and not isinstance(gradients, GradientQuantization):
+        gradients = GradientQuantization(method=gradients)
+    return weights, gradients
+
+
 def choose_quantization(
     weights: WeightOption | WeightQuantization | None,
     gradients: Auto | GradientQuantization | None,
@@ -300,34 +320,18 @@ class QuantizedCollectives(StrategyPart):
         self._strategy, self._options, self._given = strategy, options, given
         self._owner = type(strategy).__name__
         self.step_group: dist.ProcessGroup | None = None
-        self.weights = self._weight_option()
-        self.gradients = self._gradient_option()
+        self._check_name("replica", ReplicaName, WeightQuantization)
+        self._check_name("on_drift", Literal["resync", "raise"])
+        self._check_name("weights", WeightName, WeightQuantization)
+        self._check_name("gradients", GradientName, GradientQuantization)
+        self.weights, self.gradients = read_options(
+            options.weights, options.gradients, options.replica
+        )
 
     def _check_name(self, option: str, allowed: object, *configs: type) -> None:
         value = getattr(self._options, option)
-        check_choice(self._owner, option, value, get_args(allowed), *configs)
-
-    def _weight_option(self) -> WeightOption | WeightQuantization | None:
-        weights, replica = self._options.weights, self._options.replica
-        self._check_name("replica", ReplicaName, WeightQuantization)
-        self._check_name("on_drift", Literal["resync", "raise"])
-        if isinstance(weights, WeightQuantization):
-            return weights
-        self._check_name("weights", WeightName, WeightQuantization)
-        if weights == "none":
-            return None
-        if weights == "auto" or replica == "auto":
-            return WeightOption(weights, replica)
-        return WeightQuantization(method=weights, replica=replica)
-
-    def _gradient_option(self) -> Auto | GradientQuantization | None:
-        gradients = self._options.gradients
-        if isinstance(gradients, GradientQuantization):
-            return gradients
-        self._check_name("gradients", GradientName, GradientQuantization)
-        if gradients == "auto":
-            return "auto"
-        return None if gradients == "none" else GradientQuantization(method=gradients)
+        if not isinstance(value, configs):
+            check_choice(self._owner, option, value, get_args(allowed), *configs)
 
     @property
     def communication(self) -> QuantizedCommunication | None:
