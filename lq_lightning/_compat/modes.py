@@ -108,13 +108,8 @@ class SuspendableMode(TorchFunctionMode):
     later (such as ``with torch.device(...)``), it returns to its place below them.
     """
 
-    _is_on = False
+    is_on = False  # whether calls of torch are seen
     _modes_above = 0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether calls of torch are seen."""
-        return self._is_on
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of torch while the mode is on."""
@@ -132,30 +127,30 @@ class SuspendableMode(TorchFunctionMode):
         """Hand a function to :meth:`call`; compiled code runs as it is."""
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
-        self._is_on = False  # torch has taken it off the stack for this call
+        self.is_on = False  # torch has taken it off the stack for this call
         try:
             return self.call(func, args, kwargs or {})
         finally:
-            self._is_on = True
+            self.is_on = True
 
     def resume(self) -> None:
         """Switch the mode on, below the modes that were above it when it was suspended."""
-        if self._is_on:
+        if self.is_on:
             return
         count = min(self._modes_above, _len_torch_function_stack())
         above = [_pop_torch_function_stack() for _ in range(count)]
         _put_back([*above, self], _push_on_torch_function_stack)
-        self._is_on = True
+        self.is_on = True
         _watch_custom_functions(self)
 
     def suspend(self) -> None:
         """Switch the mode off, whatever is above it."""
-        if not self._is_on:
+        if not self.is_on:
             return
         above = _take_down_to(self, _pop_torch_function_stack)
         _put_back(above, _push_on_torch_function_stack)
         self._modes_above = len(above)
-        self._is_on = False
+        self.is_on = False
         _watch_custom_functions(None)
 
     def forget_modes_above(self) -> None:

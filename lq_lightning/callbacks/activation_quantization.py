@@ -188,6 +188,10 @@ class ActivationQuantization(Callback):
             or as ``"40GiB"``; or ``"auto"``: all, and from the fourth forward pass on what the
             measured link hides behind forward, or more where the rest would not fit.
 
+    Attributes:
+        handle: Result of ``quantize_activations`` for the model; ``None`` outside of ``fit``.
+        plan: Choice for ``budget``; ``None`` without one, before the first batch and after ``fit``.
+
     Raises:
         ValueError: ``recipe``, ``budget``, ``adapt`` or ``offload`` is something else; or, before
             training: strategy, device or precision are not supported, there is a second one in the
@@ -235,23 +239,13 @@ class ActivationQuantization(Callback):
         self._blocks: list[str] = []
         self._adaptation = _RecipeAdaptation(type(self).__name__, recipe, budget, adapt)
         self._bits: tuple[int, int] | None = None
-        self._plan: ActivationPlan | None = None
+        self.plan: ActivationPlan | None = None
         self._planned_values = 0  # in the planned batch
         self._limit = ExitStack()
-        self._handle: QuantizedActivations | None = None
+        self.handle: QuantizedActivations | None = None
         self._configure: AfterConfigureModel | None = None
         self._report: ActivationReport | None = None
         self._meter = CodeMeter()
-
-    @property
-    def handle(self) -> QuantizedActivations | None:
-        """Result of ``quantize_activations`` for the model; ``None`` outside of ``fit``."""
-        return self._handle
-
-    @property
-    def plan(self) -> ActivationPlan | None:
-        """Choice for ``budget``; ``None`` without one, before the first batch and after ``fit``."""
-        return self._plan
 
     def compensate(self, at_most: int, bits: int) -> None:
         """Use other widths of integer codes in this ``fit``; see ``StageBitCompensation``.
@@ -272,9 +266,9 @@ class ActivationQuantization(Callback):
             )
         self._policy.with_bits(at_most, bits)
         self._bits = (at_most, bits)
-        if self._handle is not None:
-            self._handle.apply(self._compensated())
-            self._adaptation.widen(self._handle)
+        if self.handle is not None:
+            self.handle.apply(self._compensated())
+            self._adaptation.widen(self.handle)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -290,14 +284,14 @@ class ActivationQuantization(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report what is quantized; refuse a precision plugin that replaced modules."""
-        if self._handle is None:
+        if self.handle is None:
             raise AssertionError("Lightning calls `configure_model` before")
         if in_stages := kept_stages(pl_module) is not None:
-            self._handle.forget_absent()  # layers of other stages
-            self._report = self._handle.report()
+            self.handle.forget_absent()  # layers of other stages
+            self._report = self.handle.report()
         modules = pl_module.modules()
         present = {id(v) for m in modules for v in vars(m).values() if isinstance(v, Site)}
-        lost = [site.name for site in self._handle.sites if id(site) not in present]
+        lost = [site.name for site in self.handle.sites if id(site) not in present]
         if lost:
             raise RuntimeError(
                 f"`{type(self).__name__}` prepared `{lost[0]}`{_more(lost)}, which `"
@@ -309,8 +303,8 @@ class ActivationQuantization(Callback):
         if self._budget is None:
             where = " in the stages of this rank" * in_stages
             rank_zero_info(f"{type(self).__name__}({self._recipe!r}){where}\n{self._report}")
-        self._handle.follow_layouts()
-        if native := self._handle.native_shards():
+        self.handle.follow_layouts()
+        if native := self.handle.native_shards():
             rank_zero_info(
                 f"{type(self).__name__}: `{native[0]}`{_more(native)} are tensor-parallel in a way "
                 "that is not known; their modules are left as they are."
@@ -318,8 +312,8 @@ class ActivationQuantization(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._handle is not None:
-            self._adaptation.prepare(self._handle, trainer.strategy)
+        if self.handle is not None:
+            self._adaptation.prepare(self.handle, trainer.strategy)
         if self._amount is not None:
             self._start_offload(pl_module, self._amount)
 
@@ -360,7 +354,7 @@ class ActivationQuantization(Callback):
         if self._budget is None:
             return
         values = count_values(batch)
-        if self._plan is None:
+        if self.plan is None:
             self._planned_values = values
             self._choose(trainer, pl_module, batch, batch_idx, self._budget)
         elif values > self._planned_values > 0:
@@ -380,11 +374,11 @@ class ActivationQuantization(Callback):
         batch_idx: int,
         budget: MemoryBudget,
     ) -> None:
-        if self._handle is None:
+        if self.handle is None:
             raise AssertionError("Lightning calls `configure_model` before")
         self._meter.stop()
         with untouched(trainer, module):
-            self._plan = plan_activations(
+            self.plan = plan_activations(
                 module,
                 training_loss(trainer, module, batch, batch_idx),
                 budget,
@@ -393,13 +387,13 @@ class ActivationQuantization(Callback):
                 matmul=self._policy.matmul,
                 ranks=_ranks_of_node(trainer.strategy),
             )
-        self._handle.apply(self._plan.policy)
-        units = len(self._plan.calibration.units)  # compiled units may all differ
+        self.handle.apply(self.plan.policy)
+        units = len(self.plan.calibration.units)  # compiled units may all differ
         self._limit.enter_context(recompile_limit(at_least=_COMPILED_BEFORE + units))
         self._meter.start()
-        rank_zero_info(f"{type(self).__name__}(budget={budget.size!r})\n{self._plan.summary()}")
-        if self._plan.offload_nbytes:
-            self._start_offload(module, f"{self._plan.offload_nbytes} B")
+        rank_zero_info(f"{type(self).__name__}(budget={budget.size!r})\n{self.plan.summary()}")
+        if self.plan.offload_nbytes:
+            self._start_offload(module, f"{self.plan.offload_nbytes} B")
 
     def _start_offload(self, module: pl.LightningModule, amount: float | str) -> None:
         strategy = module.trainer.strategy
@@ -426,7 +420,7 @@ class ActivationQuantization(Callback):
         the host; ``bits_per_saved_value`` includes scales;
         ``saved_<kind>_error`` is the error of a kind of the policy.
         """
-        if self._handle is None:
+        if self.handle is None:
             return None
         meter = self._meter
         counts = {"bytes_saved": meter.nbytes} if meter.nbytes else {}
@@ -472,16 +466,16 @@ class ActivationQuantization(Callback):
 
     def _quantize(self, module: pl.LightningModule) -> None:
         with torch.random.fork_rng([]):  # recognition draws random numbers
-            self._handle = quantize_activations(module, self._compensated())
+            self.handle = quantize_activations(module, self._compensated())
         check_hyperparameters(module, sites_of)
-        if not any(map(quantizes if self._budget is None else is_measured, self._handle.sites)):
+        if not any(map(quantizes if self._budget is None else is_measured, self.handle.sites)):
             raise ValueError(
                 f"`{type(self).__name__}(recipe={self._recipe!r})` finds nothing to quantize in "
                 f"`{type(module).__name__}`: no normalization layer, activation function or MLP "
                 "that it knows and no rule excludes. Remove the callback, or give an "
                 "`ActivationPolicy(linear='int8')`, which encodes the inputs of linear layers."
             )
-        self._report = self._handle.report()  # before the strategy shards modules
+        self._report = self.handle.report()  # before the strategy shards modules
         self._blocks = find_blocks(module)
 
     def _remove(self) -> None:
@@ -492,9 +486,9 @@ class ActivationQuantization(Callback):
             self._configure.remove()
             self._configure = None
         self._stop_offload()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = self._report = self._plan = None
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = self._report = self.plan = None
             self._bits = None
 
     def _stop_offload(self) -> None:

@@ -160,6 +160,9 @@ class AdaptiveBits(Callback):
             or later, by ``beta`` and ``learning_rate``, if they win over the loss.
         histogram_every_n_steps: Optimizer steps between two histograms for the loggers; 0: none.
 
+    Attributes:
+        optimizer: Trains the gates, and has their mean; None before the first ``fit``.
+
     Raises:
         ValueError: A value that is not listed above; or, before training starts: strategy, device
             or precision are not supported, there is a second one in the Trainer, the model has no
@@ -194,7 +197,7 @@ class AdaptiveBits(Callback):
         self._sites = [sites] if isinstance(sites, str) else list(sites)
         self._histogram_every_n_steps = histogram_every_n_steps
         self._model: weakref.ref[nn.Module] | None = None
-        self._optimizer: GateOptimizer | None = None
+        self.optimizer: GateOptimizer | None = None
         self._restored: dict[str, Any] | None = None
         self._placement: GatePlacement | None = None
         self._configure: AfterConfigureModel | None = None
@@ -210,12 +213,7 @@ class AdaptiveBits(Callback):
     @property
     def gates(self) -> Mapping[str, BitGate]:
         """Gates by site; empty before the first ``fit``. With a pipeline, those of this rank."""
-        return {} if self._optimizer is None else self._optimizer.gates
-
-    @property
-    def optimizer(self) -> GateOptimizer | None:
-        """Optimizer of the gates, with their mean; None before the first ``fit``."""
-        return self._optimizer
+        return {} if self.optimizer is None else self.optimizer.gates
 
     def attach(self, module: nn.Module) -> Removable:
         """Quantize a model in the trained widths, outside of ``fit``.
@@ -229,14 +227,14 @@ class AdaptiveBits(Callback):
         Raises:
             RuntimeError: There are no trained widths, neither of a ``fit`` nor loaded.
         """
-        if self._optimizer is None and self._restored is not None:
+        if self.optimizer is None and self._restored is not None:
             self._load(self._restored)
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise RuntimeError(
                 f"`{type(self).__name__}.attach` needs trained widths: call it after `fit`, or "
                 "load the state of a checkpoint first."
             )
-        return attach(module, self._optimizer.gates)
+        return attach(module, self.optimizer.gates)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -259,27 +257,27 @@ class AdaptiveBits(Callback):
                 state["gates"]
             )  # after an error each rank has only its own
         pipeline = PipelineGates(self.config, boundaries, state)
-        self._optimizer, self._placement = pipeline.optimizer, pipeline.placement
+        self.optimizer, self._placement = pipeline.optimizer, pipeline.placement
         self._model = weakref.ref(module)
 
     def _trained_on(self, module: nn.Module) -> GateOptimizer | None:
         """The optimizer of another fit of the same model."""
         known = self._model() if self._model is not None else None
-        return self._optimizer if known is module else None
+        return self.optimizer if known is module else None
 
     def _place(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         before = self._trained_on(module)
         self._placement = place_in_model(trainer, module, self._sites, self._make_gate)
         owners = {module.get_submodule(s.rpartition(":")[0]) for s in self._placement.gates}
         check_hyperparameters(module, owners.__contains__)
-        self._optimizer = GateOptimizer(
+        self.optimizer = GateOptimizer(
             self._placement.gates,
             self.config,
             average=self._placement.average,
             total=self._placement.total,
         )
         if before is not None:
-            self._optimizer.load_state_dict(before.state_dict())
+            self.optimizer.load_state_dict(before.state_dict())
         self._model = weakref.ref(module)
 
     @override
@@ -386,9 +384,9 @@ class AdaptiveBits(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Gates, Adam's moments, and whether the target was reached; collective in a pipeline."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             return {}
-        state = self._optimizer.state_dict()
+        state = self.optimizer.state_dict()
         return state if self._placement is None else self._placement.joined(state)
 
     @override
@@ -403,13 +401,13 @@ class AdaptiveBits(Callback):
         self._restored = state_dict
         if self._placement is not None:
             self._require().load_state_dict(state_dict)
-        elif self._optimizer is not None and state_dict["gates"]:
+        elif self.optimizer is not None and state_dict["gates"]:
             self._load(state_dict)  # used by `attach` and the next fit
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._placement is not None:
-            self._optimizer = self._placement.finish(self._require())
+            self.optimizer = self._placement.finish(self._require())
         self._remove()
 
     @override
@@ -429,14 +427,14 @@ class AdaptiveBits(Callback):
             self._placement = None
 
     def _require(self) -> GateOptimizer:
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise RuntimeError(f"`{type(self).__name__}` has no gates before the first `fit`.")
-        return self._optimizer
+        return self.optimizer
 
     def _load(self, state: dict[str, Any]) -> None:
         optimizer = GateOptimizer({s: self._make_gate(s) for s in state["gates"]}, self.config)
         optimizer.load_state_dict(state)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     def _make_gate(self, site: str) -> BitGate:
         return BitGate(self.config, name=site)

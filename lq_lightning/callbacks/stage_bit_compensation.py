@@ -39,6 +39,11 @@ class StageBitCompensation(Callback):
         half_size: For schedules that split backward passes: bytes that a micro-batch keeps between
             the halves, per byte that it keeps before, as the callback prints it. None measures it.
 
+    Attributes:
+        counts: Most micro-batches that each rank of the pipeline keeps; empty before ``fit``.
+        half_size: The given or measured value; None before.
+        stage_bits: Bits of each rank of the pipeline; empty before ``fit``.
+
     Raises:
         ValueError: A value that is not listed above; or, before training starts: the strategy has
             no pipeline, the Trainer has no ``ActivationQuantization``, or that has a budget or
@@ -56,34 +61,19 @@ class StageBitCompensation(Callback):
         compensated_bits((1,), bits, rounding, cap, half_size or 0.0)  # checks the options
         self._options = (bits, rounding, cap)
         self._measures = half_size is None
-        self._half_size = half_size
-        self._counts: tuple[InFlight, ...] = ()
-        self._bits: tuple[int, ...] = ()
+        self.half_size = half_size
+        self.counts: tuple[InFlight, ...] = ()
+        self.stage_bits: tuple[int, ...] = ()
         self._steps = 0
-
-    @property
-    def counts(self) -> tuple[InFlight, ...]:
-        """Most micro-batches that each rank of the pipeline keeps; empty before ``fit``."""
-        return self._counts
-
-    @property
-    def half_size(self) -> float | None:
-        """The given or measured value; None before."""
-        return self._half_size
-
-    @property
-    def stage_bits(self) -> tuple[int, ...]:
-        """Bits of each rank of the pipeline; empty before ``fit``."""
-        return self._bits
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"half_size": self._half_size} if self._measures and self._half_size else {}
+        return {"half_size": self.half_size} if self._measures and self.half_size else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._measures:
-            self._half_size = state_dict["half_size"]
+            self.half_size = state_dict["half_size"]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -98,22 +88,22 @@ class StageBitCompensation(Callback):
                 'have: use strategy="quantized_pipeline" with more than one rank along the '
                 "pipeline, or remove the callback."
             )
-        self._counts = in_flight(
+        self.counts = in_flight(
             facts.schedule, facts.pipeline_size, facts.num_microbatches, facts.stages_per_rank
         )
         self._steps = 0
         if self._measures:
-            self._half_size = None
+            self.half_size = None
         self._choose(trainer, facts)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._measures and self._splits and self._half_size is not None:
+        if self._measures and self._splits and self.half_size is not None:
             self._choose(trainer, trainer.strategy.pipeline)  # type: ignore[attr-defined]
 
     @property
     def _splits(self) -> bool:
-        return any(count.halves for count in self._counts)
+        return any(count.halves for count in self.counts)
 
     def _choose(self, trainer: pl.Trainer, facts: Any) -> None:
         """Choose the bits of all ranks, and pass this rank's to ``ActivationQuantization``."""
@@ -125,19 +115,19 @@ class StageBitCompensation(Callback):
                 f"`{name}` says in how many bits `ActivationQuantization` keeps activations, but "
                 "there is none in the Trainer: add it to the callbacks."
             )
-        if self._splits and self._half_size is None:
-            self._bits = (bits,) * facts.pipeline_size
+        if self._splits and self.half_size is None:
+            self.stage_bits = (bits,) * facts.pipeline_size
             said = f"{bits} bits on all ranks in the first batch, which is measured"
         else:
-            self._bits = compensated_bits(self._counts, *self._options, self._half_size or 0.0)
+            self.stage_bits = compensated_bits(self.counts, *self._options, self.half_size or 0.0)
             said = self.summary()
-        quantization.compensate(bits, self._bits[facts.rank])
+        quantization.compensate(bits, self.stage_bits[facts.rank])
         rank_zero_info(f"{name}: {facts.schedule}\n{said}")
 
     def summary(self) -> str:
         """Return a table of ranks, micro-batches kept, bits, and their product, the peak."""
-        size = self._half_size or 0.0
-        ranks = list(zip(self._counts, self._bits, strict=True))
+        size = self.half_size or 0.0
+        ranks = list(zip(self.counts, self.stage_bits, strict=True))
         peaks = [bits * count.peak(size) for count, bits in ranks]
         lines = ["rank  micro-batches kept  bits  predicted peak"]
         for rank, ((count, bits), peak) in enumerate(zip(ranks, peaks, strict=True)):
@@ -154,10 +144,10 @@ class StageBitCompensation(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         self._steps += 1
         facts: Any = trainer.strategy.pipeline  # type: ignore[attr-defined]
-        if self._splits and self._half_size is None:
+        if self._splits and self.half_size is None:
             kept = torch.tensor(facts.kept_nbytes, dtype=torch.float64, device=pl_module.device)
             whole, half = pl_module.all_gather(kept).view(-1, 2).sum(0).tolist()
-            self._half_size = half / whole if whole else 0.0
+            self.half_size = half / whole if whole else 0.0
             self._choose(trainer, facts)
         if self._steps == _MEASURED_AFTER and trainer.strategy.root_device.type == "cuda":
             self._say_peaks(pl_module, facts)

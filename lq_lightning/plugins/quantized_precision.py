@@ -62,6 +62,7 @@ class QuantizedPrecision(FullyShardedPrecision):
 
     Attributes:
         given: The arguments, with which another one can be made.
+        gradient_buffer: In use; ``None`` before ``fit``, or where no gradients are accumulated.
 
     Raises:
         ValueError: An option has a value outside its choices; or, before training starts, the
@@ -94,13 +95,8 @@ class QuantizedPrecision(FullyShardedPrecision):
             names = get_args(BufferName)
             check_choice(owner, "gradient_buffer", gradient_buffer, names, CodecSpec)
         self._buffer_code = gradient_buffer
-        self._buffer: QuantizedGradientBuffer | None = None
+        self.gradient_buffer: QuantizedGradientBuffer | None = None
         self._plain: list[str | None] = []  # classes of optimizers that cannot read codes
-
-    @property
-    def gradient_buffer(self) -> QuantizedGradientBuffer | None:
-        """The buffer in use; ``None`` before ``fit``, or where no gradients are accumulated."""
-        return self._buffer
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -188,16 +184,17 @@ class QuantizedPrecision(FullyShardedPrecision):
         if self._buffer_code == "fp8_e4m3":
             codec = CodecSpec(code="fp8_e4m3", group_size=128)
         try:
-            self._buffer = QuantizedGradientBuffer(module, codec=codec)
+            self.gradient_buffer = QuantizedGradientBuffer(module, codec=codec)
         except ValueError as error:
             raise ValueError(
                 "no gradient is large enough for `QuantizedPrecision(gradient_buffer=...)`: give "
                 '`gradient_buffer="none"`.'
             ) from error
-        kept = [entry for entry in self._buffer.plan if entry.reason]
+        plan = self.gradient_buffer.plan
+        coded = sum(not entry.reason for entry in plan)
         rank_zero_info(
-            f"gradient sums of {len(self._buffer.plan) - len(kept)} of {len(self._buffer.plan)} "
-            "tensors are kept in 8 bits between micro-batches"
+            f"gradient sums of {coded} of {len(plan)} tensors are kept in 8 bits between "
+            "micro-batches"
         )
 
     def backward(  # type: ignore[override]
@@ -209,11 +206,11 @@ class QuantizedPrecision(FullyShardedPrecision):
         **kwargs: Any,
     ) -> None:
         """Run backward; gradients of all but the last micro-batch of a window go to the buffer."""
-        if self._buffer is None:
+        if self.gradient_buffer is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        window = self._start_batch(self._buffer, model)
-        with self._buffer.accumulating(not window.last):
+        window = self._start_batch(self.gradient_buffer, model)
+        with self.gradient_buffer.accumulating(not window.last):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @staticmethod
@@ -227,34 +224,34 @@ class QuantizedPrecision(FullyShardedPrecision):
     @contextmanager
     def adding_up(self, model: LightningModule) -> Generator[None, None, None]:
         """Add gradients of all backward passes of the batch to the buffer."""
-        if self._buffer is None:
+        if self.gradient_buffer is None:
             yield
             return
-        self._start_batch(self._buffer, model)
-        with self._buffer.accumulating():
+        self._start_batch(self.gradient_buffer, model)
+        with self.gradient_buffer.accumulating():
             yield
-            self._buffer.collect()
+            self.gradient_buffer.collect()
 
     def collect(self) -> None:
         """Move gradients that no hook has seen into the buffer."""
-        if self._buffer is not None:
-            self._buffer.collect()
+        if self.gradient_buffer is not None:
+            self.gradient_buffer.collect()
 
     @contextmanager
     def handing_out(self, model: LightningModule) -> Generator[None, None, None]:
         """Give the last batch of a window the sums of all of them."""
-        if self._buffer is None:
+        if self.gradient_buffer is None:
             yield
             return
         last = accumulation_window(model.trainer).last
-        with self._buffer.accumulating(not last):
+        with self.gradient_buffer.accumulating(not last):
             yield
         if last:
-            self._buffer.flush()
+            self.gradient_buffer.flush()
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        if self._buffer is not None:
-            self._buffer.flush()  # if the last micro-batch had no loss
+        if self.gradient_buffer is not None:
+            self.gradient_buffer.flush()  # if the last micro-batch had no loss
         super()._after_closure(model, optimizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -266,7 +263,7 @@ class QuantizedPrecision(FullyShardedPrecision):
 
     def teardown(self) -> None:
         """Remove the buffer from the module."""
-        if self._buffer is not None:
-            self._buffer.remove()
-            self._buffer = None
+        if self.gradient_buffer is not None:
+            self.gradient_buffer.remove()
+            self.gradient_buffer = None
         super().teardown()
