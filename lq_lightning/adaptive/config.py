@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
+from types import NoneType
 from typing import Any
 
-from lq_lightning.foundation.checks import is_number, is_whole
+from lq_lightning.foundation.checks import check_count, is_number
 
 __all__ = ["SETTLED_SCALE", "TOLERANCE", "AdaptiveBitsConfig"]
 
@@ -54,16 +55,13 @@ class AdaptiveBitsConfig:
 
     def __post_init__(self, owner: str) -> None:
         """Check the values."""
-        rate, steps = self.learning_rate, self.reach_in_steps
+        rate = self.learning_rate
         _check(owner, "learning_rate", rate, "more than 0, and finite", lambda v: 0 < v < math.inf)
         _check(owner, "beta", self.beta, "0 or more, and finite", lambda v: 0 <= v < math.inf)
         for field in ("min_bits", "max_bits"):
             value = getattr(self, field)
             _check(owner, field, value, "1 or more, and at most 16", lambda v: 1 <= v <= _MAX_WIDTH)
-        if steps is not None and (not is_whole(steps) or steps < 1):
-            raise ValueError(
-                f"`{owner}(reach_in_steps={steps!r})` must be a whole number of 1 or more, or None."
-            )
+        check_count(owner, "reach_in_steps", self.reach_in_steps, 1, NoneType)
         if self.min_bits >= self.max_bits:
             raise ValueError(
                 f"`{owner}(min_bits={self.min_bits:g}, max_bits={self.max_bits:g})` leaves nothing "

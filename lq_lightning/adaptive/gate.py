@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from lq_lightning.codecs.mixed import (
     round_trip_mixed,
     split_tokens,
 )
-from lq_lightning.foundation.checks import check_choice, is_whole
+from lq_lightning.foundation.checks import check_choice, check_count
 
 from .config import AdaptiveBitsConfig
 
@@ -88,11 +89,7 @@ class BitGate:
             message = f"`{type(self).__name__}(lines=...)` is called `channels` now."
             warnings.warn(message, DeprecationWarning, stacklevel=2)
             channels = lines
-        if channels is not None and (not is_whole(channels) or channels < 1):
-            raise ValueError(
-                f"`{type(self).__name__}(channels={channels!r})` must be a whole number of 1 or "
-                "more."
-            )
+        check_count(type(self).__name__, "channels", channels, 1, NoneType)
         check_choice(type(self).__name__, "ranges", ranges, RANGES)
         self.config = config
         self.ranges: Ranges = ranges

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, attach
 from lq_lightning.adaptive.config import TOLERANCE
-from lq_lightning.foundation.checks import is_whole
+from lq_lightning.foundation.checks import check_count
 from lq_lightning.pipeline.boundary_widths import BoundaryWidths
 
 from .gate_placement import GatePlacement, PipelineGates, Removable, measured_bits, place_in_model
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 
 _MOST_CURVES = 12
 _PERCENTILES = (5, 25, 50, 75, 95)
-
-
-def _check_count(callback: Callback, field: str, value: object, least: int) -> None:
-    if not is_whole(value) or value < least:
-        raise ValueError(
-            f"`{type(callback).__name__}({field}={value!r})` must be a whole number of {least} or "
-            "more."
-        )
 
 
 def _check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> None:
@@ -184,16 +176,17 @@ class AdaptiveBits(Callback):
         histogram_every_n_steps: int = 500,
     ) -> None:
         super().__init__()
+        owner = type(self).__name__
         ends = {"min_bits": min_bits, "max_bits": max_bits, "start_bits": start_bits}
         self.config = AdaptiveBitsConfig.preset(
             target,
-            owner=type(self).__name__,
+            owner=owner,
             beta=beta,
             learning_rate=learning_rate,
             reach_in_steps=reach_in_steps,
             **{name: value for name, value in ends.items() if value is not None},
         )
-        _check_count(self, "histogram_every_n_steps", histogram_every_n_steps, 0)
+        check_count(owner, "histogram_every_n_steps", histogram_every_n_steps, 0)
         self._sites = [sites] if isinstance(sites, str) else list(sites)
         self._histogram_every_n_steps = histogram_every_n_steps
         self._model: weakref.ref[nn.Module] | None = None

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.checkpoint.checkpointer import AVERAGE, show_shards
-from lq_lightning.foundation.checks import is_number, is_whole
+from lq_lightning.foundation.checks import check_count, is_number
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.strategy_part import StrategyPart
 
@@ -179,12 +179,8 @@ class EMA(Callback):
                 f"`EMA(decay={decay!r})` is not valid: give a number between 0 and 1, or None for "
                 "an equal average."
             )
-        counts = {"every_n_steps": (every_n_steps, 1), "start_step": (start_step, 0)}
-        for name, (value, least) in counts.items():
-            if not is_whole(value) or value < least:
-                raise ValueError(
-                    f"`EMA({name}={value!r})` is not valid: give a whole number of {least} or more."
-                )
+        check_count("EMA", "every_n_steps", every_n_steps, 1)
+        check_count("EMA", "start_step", start_step, 0)
         self._decay, self._every_n_steps, self._start_step = decay, every_n_steps, start_step
         self._averages = ShardAverages()
         self._step, self._num_updates = 0, 0

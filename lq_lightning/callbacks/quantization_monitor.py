@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
-from lq_lightning.foundation.checks import is_whole
+from lq_lightning.foundation.checks import check_count
 from lq_lightning.foundation.reporting import QuantizationReport, ReportsQuantization
 
 
@@ -73,11 +74,7 @@ class QuantizationMonitor(Callback):
 
     def __init__(self, every_n_steps: int | None = None, measure_errors: bool = True) -> None:
         super().__init__()
-        if every_n_steps is not None and (not is_whole(every_n_steps) or every_n_steps < 1):
-            raise ValueError(
-                f"`QuantizationMonitor(every_n_steps={every_n_steps!r})` is not valid: give a "
-                "whole number of 1 or more, or None for the Trainer's `log_every_n_steps`."
-            )
+        check_count("QuantizationMonitor", "every_n_steps", every_n_steps, 1, NoneType)
         self._every_n_steps = every_n_steps
         self._measure_errors = measure_errors
         self._before: list[QuantizationReport | None] = []

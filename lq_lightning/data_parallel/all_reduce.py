@@ -16,6 +16,7 @@ import socket
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from lq_lightning._compat.torch import all_gather_flat, copy_all
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.agreement import gather_objects
-from lq_lightning.foundation.checks import is_whole
+from lq_lightning.foundation.checks import check_count
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
 
@@ -110,16 +111,10 @@ class QuantizedAllReduce:
         node_size: int | None = None,
         seed: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("min_nbytes", min_nbytes, 0),
-            ("min_quantized_numel", min_quantized_numel, 1),
-            ("node_size", 1 if node_size is None else node_size, 1),
-        ):
-            if not is_whole(value) or value < least:
-                raise ValueError(
-                    f"`QuantizedAllReduce({name}={value!r})` is not valid: give a whole number of "
-                    f"{least} or more."
-                )
+        owner = "QuantizedAllReduce"
+        check_count(owner, "min_nbytes", min_nbytes, 0)
+        check_count(owner, "min_quantized_numel", min_quantized_numel, 1)
+        check_count(owner, "node_size", node_size, 1, NoneType)
         self.codec = codec
         self.min_nbytes = min_nbytes
         self.min_quantized_numel = min_quantized_numel

@@ -36,7 +36,7 @@ from lq_lightning._compat.tensors import (
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, accumulate, decode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
-from lq_lightning.foundation.checks import is_whole
+from lq_lightning.foundation.checks import check_count
 
 __all__ = ["KeptGradient", "QuantizedGradientBuffer"]
 
@@ -186,11 +186,7 @@ class QuantizedGradientBuffer:
     def __init__(
         self, module: nn.Module, *, codec: CodecSpec | None = None, min_quantized_numel: int = 4096
     ) -> None:
-        if not is_whole(min_quantized_numel) or min_quantized_numel < 1:
-            raise ValueError(
-                f"`min_quantized_numel={min_quantized_numel!r}` is not valid: give a whole number "
-                "of 1 or more."
-            )
+        check_count(type(self).__name__, "min_quantized_numel", min_quantized_numel, 1)
         if not isinstance(codec, CodecSpec | None):
             raise ValueError(
                 f"`codec={codec!r}` is not valid: give a `CodecSpec`, or None for INT8 codes in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import NoneType
 from typing import TypeGuard
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
@@ -43,6 +44,20 @@ def check_choice(
         instead = f", or give {classes}" if classes else ""
         raise ValueError(
             f"`{owner}({field}={value!r})` is not supported: choose one of {names}{instead}."
+        )
+
+
+def check_count(owner: str, field: str, value: object, least: int, *others: type) -> None:
+    """Refuse, with a ``ValueError``, all but whole numbers from ``least`` on and ``others``.
+
+    The message names the option ``owner.field`` and ``others``, classes or ``NoneType``.
+    """
+    if not isinstance(value, others) and (not is_whole(value) or value < least):
+        names = ("None" if other is NoneType else f"a `{other.__name__}`" for other in others)
+        instead = "".join(f", or {name}" for name in names)
+        raise ValueError(
+            f"`{owner}({field}={value!r})` is not supported: give a whole number of {least} or "
+            f"more{instead}."
         )
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
-from lq_lightning.foundation.checks import check_choice, is_number, is_whole
+from lq_lightning.foundation.checks import check_choice, is_number
+from lq_lightning.foundation.checks import check_count as check_count
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -81,7 +83,7 @@ class FSDPOptions:
                 check_flag(owner, field.name, getattr(self, field.name))
         check_selector(self.units)
         _check_backend(owner, self.process_group_backend)
-        check_count(owner, "node_size", 1 if self.node_size is None else self.node_size, 1)
+        check_count(owner, "node_size", self.node_size, 1, NoneType)
         check_count(owner, "tensor_parallel_size", self.tensor_parallel_size, 1)
         check_choice(owner, "tensor_parallel", self.tensor_parallel, ("auto", None))
         check_count(owner, "min_quantized_numel", self.min_quantized_numel, 1)
@@ -212,15 +214,6 @@ def check_flag(owner: str, name: str, value: object) -> None:
     """Refuse values that are not bool, such as the string ``"no"``, which Python takes for true."""
     if not isinstance(value, bool):
         raise _refused(owner, name, value, "True or False")
-
-
-def check_count(
-    owner: str, name: str, value: object, least: int, config: type | None = None
-) -> None:
-    """Refuse anything but a whole number of at least ``least``, or a ``config``."""
-    if not is_whole(value) or value < least:
-        instead = "" if config is None else f", or a `{config.__name__}`"
-        raise _refused(owner, name, value, f"a whole number of {least} or more{instead}")
 
 
 def _check_backend(owner: str, backend: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import LBFGS, Optimizer
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.foundation.checks import check_choice, counted
+from lq_lightning.foundation.checks import check_choice, check_count, counted
 from lq_lightning.pipeline.boundary import (
     CODEC_NAMES,
     BoundaryCodec,
@@ -24,7 +25,6 @@ from lq_lightning.pipeline.boundary import (
 )
 from lq_lightning.pipeline.boundary_widths import LearnsWidths, MixedCodec
 from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
-from lq_lightning.strategies.options import check_count
 
 # With four micro-batches per rank the bubble is below a fifth of a step, whatever the size:
 # (p - 1) / (4p + p - 1).
@@ -49,8 +49,7 @@ class PipelineOptions:
     def check(self, owner: str) -> None:
         """Raise ``ValueError`` for values that no run could have."""
         for name in ("pipeline_size", "num_microbatches", "stages_per_rank"):
-            value = getattr(self, name)
-            check_count(owner, name, 1 if value is None else value, 1)
+            check_count(owner, name, getattr(self, name), 1, NoneType)
         check_choice(owner, "schedule", self.schedule, SCHEDULES)
         check_choice(owner, "tied_gradients", self.tied_gradients, ("auto", "int4", "int8", "none"))
         if self.count_targets is not None and not callable(self.count_targets):
