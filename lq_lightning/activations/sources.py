@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -55,15 +55,12 @@ class Codes:
     Attributes:
         numel: values in a row.
         format: ``MessageFormat`` of the messages among the tensors, as a string.
+        per_row: number of leading tensors that are of rows; others are the same for all rows.
     """
 
     numel: int
     format: str
-
-    @property
-    def per_row(self) -> int:
-        """Number of leading tensors that are of rows; others are the same for all rows."""
-        return 1
+    per_row: ClassVar[int] = 1
 
     def of(self, shape: torch.Size) -> Codes:
         """Return the codes of a tensor of this shape."""
@@ -84,11 +81,7 @@ class NormCodes(Codes):
 
     kind: str
     x_dtype: torch.dtype
-
-    @property
-    @override
-    def per_row(self) -> int:
-        return 2
+    per_row = 2
 
     @override
     def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
@@ -111,11 +104,7 @@ class ActivationCodes(Codes):
     """
 
     activation: str
-
-    @property
-    @override
-    def per_row(self) -> int:
-        return 2
+    per_row = 2
 
     @override
     def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
