@@ -43,6 +43,8 @@ def from_plain(kind: Any, value: Any) -> Any:
     Fields that the type does not have are left out; one that is missing raises ``TypeError``.
     """
     origin, args = get_origin(kind), get_args(kind)
+    if hasattr(kind, "_fields"):  # a named tuple
+        return kind(*map(from_plain, get_type_hints(kind).values(), value))
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         names = [each.name for each in fields(kind) if each.name in value]

@@ -76,19 +76,6 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossPrice:
-    """What codes cost in loss, against full precision, in percent with the standard error.
-
-    ``percent`` is None where nothing was measured, ``error_percent`` where it is not known.
-    ``text`` says both, and what was not measured.
-    """
-
-    percent: float | None
-    error_percent: float | None
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """The run with other options: memory of the fullest rank, time of a step, tokens of all ranks.
 
@@ -100,7 +87,7 @@ class Choice:
     device_nbytes: int
     seconds: float
     tokens_per_s: float
-    price: LossPrice
+    price: Price
     is_verified: bool
 
 
@@ -135,7 +122,7 @@ class Plan:
     microbatches: int
     tokens_per_step: int
     tokens: int | None
-    price: LossPrice
+    price: Price
     codes_pay_below: float | None = None
     alternatives: tuple[Choice, ...] = ()
     remedies: tuple[Choice, ...] = ()
@@ -287,7 +274,7 @@ def plan_run(
         microbatches=simulated.microbatches,
         tokens_per_step=per_step,
         tokens=None if tokens is None else int(tokens),
-        price=_told(price_of(simulated.options, place)),
+        price=price_of(simulated.options, place),
         batch=f"{describe(batch)} from {origin}",
         notes=of_host_memory(simulated.traces, place.gpus_per_node),
     )
@@ -313,7 +300,7 @@ def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulatio
         Choice(
             changes=each.changes,
             **asdict(each.outcome),
-            price=_told(each.price),
+            price=each.price,
             is_verified=each.verified,
         )
         for each in found.fitting
@@ -330,11 +317,6 @@ def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulatio
         remedies=() if plan.fits else choices[:_REMEDIES],
         notes=notes,
     )
-
-
-def _told(price: Price) -> LossPrice:
-    percent, error = price.percent, price.error_percent
-    return LossPrice(percent=percent, error_percent=error, text=str(price))
 
 
 def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None:

@@ -42,7 +42,7 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 
 def _choice_lines(plan: Plan) -> Iterator[str]:
-    yield from _wrapped(f"Loss against full precision: {plan.price.text}.")
+    yield from _wrapped(f"Loss against full precision: {plan.price}.")
     if (rate := plan.codes_pay_below) is not None:
         which = f"up to {_rate(rate)}"
         if rate >= ANY_RATE:
@@ -63,7 +63,7 @@ def _choice_lines(plan: Plan) -> Iterator[str]:
         name, *more = textwrap.wrap(", ".join(choice.changes) or "as it is", 32)
         about = " " if choice.is_verified else "~"
         numbers = f"{_gib(choice.device_nbytes):>10}{_ms(choice.seconds):>10}"
-        loss, *rest = textwrap.wrap(choice.price.text, 30)
+        loss, *rest = textwrap.wrap(str(choice.price), 30)
         yield f"{about} {name:<32}{numbers}{choice.tokens_per_s:>12,.0f}  {loss}"
         for left, right in zip_longest(more, rest, fillvalue=""):
             yield f"  {left:<32}{'':34}{right}".rstrip()

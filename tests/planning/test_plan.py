@@ -23,7 +23,8 @@ from lq_lightning.planning import plan as planning
 from lq_lightning.planning.config import python_program
 from lq_lightning.planning.machine import make_machine
 from lq_lightning.planning.memory import KINDS
-from lq_lightning.planning.plan import Choice, LossPrice, Plan, Simulations
+from lq_lightning.planning.plan import Choice, Plan, Simulations
+from lq_lightning.planning.prices import price
 from lq_lightning.planning.trace import Operator
 
 
@@ -93,7 +94,7 @@ def test_json_keeps_everything(small: Plan) -> None:
         device_nbytes=3,
         seconds=0.5,
         tokens_per_s=6.0,
-        price=LossPrice(percent=None, error_percent=None, text="not measured"),
+        price=price(("states fp8", "learned bits")),
         is_verified=False,
     )
     plan = replace(small, alternatives=(choice,), codes_pay_below=1e9, notes=("x",))
@@ -103,20 +104,19 @@ def test_json_keeps_everything(small: Plan) -> None:
 def test_the_text_names_what_does_not_fit(small: Plan) -> None:
     assert "It fits in the" in str(small)
     little = replace(small.machine, gpu=replace(small.machine.gpu, memory_nbytes=2**20))
-    price = LossPrice(percent=0.1, error_percent=0.2, text="+0.10 ± 0.20%")
     changes = ("gradient_checkpointing_enable()", 'QuantizedPrecision(optimizer_state="fp8")')
     choice = Choice(
         changes=changes,
         device_nbytes=2**30,
         seconds=0.25,
         tokens_per_s=1e6,
-        price=price,
+        price=price(("states fp8",)),
         is_verified=True,
     )
     shown = str(replace(small, machine=little, remedies=(choice,), notes=("y " * 80,)))
     assert "DOES NOT FIT" in shown
     row = next(line for line in shown.splitlines() if "gradient_checkpointing" in line)
-    assert row.split()[1:] == ["1.00", "250.0", "1,000,000", "+0.10", "±", "0.20%"]
+    assert row.split()[1:] == ["1.00", "250.0", "1,000,000", "-0.18", "±", "0.16%"]
     assert max(map(len, shown.splitlines())) <= 100
 
 
