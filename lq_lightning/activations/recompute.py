@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from lq_lightning.foundation.layer_stack import repeated_blocks
 
 from .binding import Attached, bind_forward, unbind_forward
 from .policy import ActivationPolicy
@@ -98,18 +99,6 @@ def _is_composed(module: nn.Module) -> bool:
     )
 
 
-def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
-    repeated: set[type[nn.Module]] = set()
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        classes = Counter(type(part) for part in module.children() if _is_composed(part))
-        repeated = {kind for kind, count in classes.items() if count > 1}
-    for child, part in module.named_children():
-        if type(part) in repeated:
-            yield prefix + child
-        else:
-            yield from _blocks(part, f"{prefix}{child}.")
-
-
 def whole_blocks(units: Collection[str]) -> list[str]:
     """Return the units of ``find_recompute_units`` that are whole blocks, not halves."""
     return [name for name in units if name.rpartition(".")[0] not in units]
@@ -122,14 +111,9 @@ def find_recompute_units(model: nn.Module) -> dict[str, nn.Module]:
     ``Sequential``; its halves are its children that have submodules themselves, such as the
     attention and the MLP.
     """
-    modules = dict(model.named_modules())
     units: dict[str, nn.Module] = {}
-    for block in _blocks(model, ""):
-        units[block] = modules[block]
-        halves = {
-            f"{block}.{child}": module
-            for child, module in modules[block].named_children()
-            if _is_composed(module)
-        }
+    for name, block in repeated_blocks(model, _is_composed):
+        units[name] = block
+        halves = {f"{name}.{n}": half for n, half in block.named_children() if _is_composed(half)}
         units.update(halves)
     return units

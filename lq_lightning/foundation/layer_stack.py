@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,25 @@ def is_silent_container(module: nn.Module) -> bool:
 def is_block(module: nn.Module) -> bool:
     """Whether the module can be called and has submodules with parameters."""
     return not is_silent_container(module) and any(has_parameters(c) for c in module.children())
+
+
+def repeated_blocks(
+    root: nn.Module, block: Callable[[nn.Module], bool] = is_block, path: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield repeated blocks with their names, outermost ones only.
+
+    These are two or more of a class for which ``block`` holds, in one ``ModuleList``,
+    ``ModuleDict`` or ``Sequential``. ``path`` is the name of ``root``.
+    """
+    holds = isinstance(root, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    blocks = {key: child for key, child in root.named_children() if holds and block(child)}
+    alike = Counter(map(type, blocks.values()))
+    for key, child in root.named_children():
+        name = f"{path}.{key}" if path else key
+        if key in blocks and alike[type(child)] > 1:
+            yield name, child
+        else:
+            yield from repeated_blocks(child, block, name)
 
 
 _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")

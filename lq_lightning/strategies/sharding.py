@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,7 +37,11 @@ from lq_lightning.foundation.agreement import (
     check_alike,
 )
 from lq_lightning.foundation.groups import world_group
-from lq_lightning.foundation.layer_stack import has_parameters, is_block, is_silent_container
+from lq_lightning.foundation.layer_stack import (
+    has_parameters,
+    is_silent_container,
+    repeated_blocks,
+)
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
@@ -301,7 +305,7 @@ def choose_units(root: nn.Module, units: UnitSelector = None) -> ChosenUnits:
         source = f"`_no_split_modules` ({', '.join(sorted(classes))})"
         if names:
             return ChosenUnits(frozenset(names), source)
-    blocks = set(_repeated_blocks(root))
+    blocks = {module for _, module in repeated_blocks(root)}
     return ChosenUnits(frozenset(n for n, m in named.items() if m in blocks), "repeated blocks")
 
 
@@ -369,17 +373,6 @@ def _select(
 def _no_split_classes(root: nn.Module) -> set[str]:
     named = (getattr(module, "_no_split_modules", None) for module in root.modules())
     return {str(n) for names in named if isinstance(names, (list, tuple, set)) for n in names}
-
-
-def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    holds = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-    blocks = [child for child in module.children() if holds and is_block(child)]
-    alike = Counter(type(block) for block in blocks)
-    for child in module.children():
-        if child in blocks and alike[type(child)] > 1:
-            yield child
-        else:
-            yield from _repeated_blocks(child)
 
 
 def _sharing(root: nn.Module, chosen: Sequence[str]) -> dict[str, str]:
