@@ -34,6 +34,7 @@ from __future__ import annotations
 import json
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -165,6 +166,8 @@ class PatientStore:
     def connect(self) -> Store:
         """Return a connection of its own, for a process group or another thread."""
         host, port = split_address(self._address)
+        with socket.create_connection((host, port), _OPERATION / 2):
+            pass  # the store would print a page for each of its own attempts
         wait = timedelta(seconds=_OPERATION / 2)  # it is not left behind inside the store
         make = dist.TCPStore  # type: ignore[attr-defined]
         made = make(host, port, is_master=False, timeout=wait)
@@ -175,7 +178,7 @@ class PatientStore:
         while True:
             try:
                 return _within(_OPERATION, lambda: operation(self._connected()))
-            except (RuntimeError, TimeoutError) as error:
+            except (RuntimeError, OSError) as error:
                 self._store = None
                 if time.monotonic() > deadline:
                     raise RuntimeError(
@@ -259,7 +262,7 @@ class Meeting:
     """
 
     def __init__(self, address: str, url: str, *, max_nodes: int, wait: float) -> None:
-        self.store = PatientStore(address, 10 * wait)
+        self.store = PatientStore(address, 3 * _OPERATION)  # until it has answered
         self._ear = PatientStore(address, 10 * wait)  # of the thread that listens
         self._url, self._max_nodes, self._wait = url, max_nodes, wait
         self._name = secrets.token_hex(4)
@@ -280,6 +283,7 @@ class Meeting:
             RuntimeError: All seats are taken by nodes that are alive.
         """
         started, before = time.monotonic(), self.latest()
+        self.store.patience = 10 * self._wait
         while True:
             owners = {s: self.store.read(f"seat/{s}") for s in range(self._max_nodes)}
             silent: list[int] = []

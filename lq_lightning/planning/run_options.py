@@ -127,6 +127,18 @@ class RunOptions:
         ranks = cluster.nodes * cluster.gpus_per_node
         return self.pipeline_size or max(1, ranks // self.tensor_parallel_size)
 
+    def __post_init__(self) -> None:
+        """Refuse nodes that come and go.
+
+        Raises:
+            ValueError: ``local_steps`` has ``meet_at``.
+        """
+        if getattr(self.local_steps, "meet_at", None) is not None:
+            raise ValueError(
+                "`LocalSteps(meet_at=...)` cannot be planned, since nodes come and go: leave out "
+                "`meet_at`, and give --nodes as many as take part most of the time."
+            )
+
     def topology(self, cluster: Machine) -> Topology:
         """Ranks that share the shards of a module.
 

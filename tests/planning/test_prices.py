@@ -455,3 +455,8 @@ def test_checkpointing_is_the_model_s_own() -> None:
     first.setup(trainer, plain, "fit")
     with pytest.raises(ValueError, match="no module with `gradient_checkpointing_enable"):
         plain.configure_model()
+
+
+def test_nodes_that_come_and_go_are_not_planned() -> None:
+    with pytest.raises(ValueError, match="cannot be planned.*leave out `meet_at`"):
+        RunOptions(local_steps=LocalSteps(meet_at="10.0.0.1"))
