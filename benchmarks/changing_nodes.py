@@ -262,7 +262,7 @@ def _run(name: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run so many nodes to their end, disturbed if that is the name."""
     subnet, disturbed = "10.113.7", name == "disturbed"
     with tempfile.TemporaryDirectory() as place, _namespaces(options.nodes + 1, subnet):
-        folder = options.keep / name if options.keep else Path(place)
+        folder = options.keep / f"{name}{count}" if options.keep else Path(place)
         folder.mkdir(parents=True, exist_ok=True)
         run = _Run(options, folder, subnet, count, options.slow - 1 if disturbed else -1)
         try:
@@ -281,7 +281,9 @@ def _study(options: argparse.Namespace) -> None:
     for count in sorted({options.nodes, as_many}, reverse=True):
         results[f"undisturbed, {count} nodes"] = _run("undisturbed", count, options)
     settings = {n: v for n, v in vars(options).items() if n not in ("json", "keep", *_OF_NODES)}
-    write_report(options.json, "changing_nodes", {"settings": settings, **results})
+    events = [event for found in results.values() for event in found.pop("events")]
+    report = {"settings": settings, "events": events, "runs": results}
+    write_report(options.json, "changing_nodes", report)
 
 
 def main() -> None:

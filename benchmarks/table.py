@@ -32,6 +32,7 @@ ROWS = {
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
     "alternatives": ("rows", ""),
+    "changing_nodes": ("runs", "run"),
     "code_errors": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
     "gradient_memory": ("windows", "gradients"),
