@@ -440,8 +440,8 @@ class ChangingNodes(ReplicaGroups):
             if self._folder is not None:
                 self._folder.remove(name)
         if self._folder is not None:
-            older = [p.name for p in self._folder.path.glob("state-*") if p.name != name]
-            self._folder.remove(*older)
+            states = sorted(self._folder.path.glob("state-*"), key=lambda p: p.stat().st_mtime)
+            self._folder.remove(*(p.name for p in states[:-2]))  # the last one may be read
             self._first.offer(self._own.number, name, self._folder.files(name))
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
