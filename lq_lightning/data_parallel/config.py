@@ -9,9 +9,10 @@ from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
 from lq_lightning.codecs.spec import GROUP_SIZES, group_size_of
-from lq_lightning.data_parallel.meeting import split_address
 from lq_lightning.foundation.checks import check_choice, is_number, is_whole
 from lq_lightning.foundation.topology import Level
+
+PORT = 29400  # of `lq-lightning meet`
 
 WeightMethod = Literal["qWD", "qW"]
 WeightCode = Literal["auto", "int", FloatingCode]
@@ -321,3 +322,20 @@ class LocalSteps:
             return codec
         # levels over the range of a group: as many bytes, and a third less error in 2 bits
         return replace(codec, symmetric=False, scale_dtype="bfloat16")
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``"host:port"`` or ``"host"``.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    host, separator, port = text.rpartition(":")
+    if not separator:
+        host, port = text, str(PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f"`LocalSteps(meet_at={text!r})` is not supported: give the host and port of "
+            f"`lq-lightning meet`, such as '10.0.0.1:{PORT}'."
+        )
+    return host.strip("[]"), int(port)

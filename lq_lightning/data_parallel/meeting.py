@@ -45,16 +45,17 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lq_lightning.data_parallel.config import split_address
 from lq_lightning.foundation.served_files import is_served
 
 _PREFIX = "lq_lightning/nodes"
 _OPERATION = 10.0  # seconds after which an operation of the store is tried again
 _WORKER = "lq-meeting"  # threads inside the store
+_FIRST_PATIENCE = 30.0
 _POLL = 0.02
 _LISTEN = 0.1  # between looks of a node that trains
 _MOST_ATTEMPTS = 10
 _PROBE = 1.0  # before missing nodes are looked for, and that long
-PORT = 29400
 # Outcomes of an attempt. With the last one a node starts anew, whose state no other node has.
 _COUNTS, _DOES_NOT_COUNT, _ANEW = "counts", "does not count", "anew"
 
@@ -128,23 +129,6 @@ class Latest(NamedTuple):
         return cls(number, tuple(map(Member.read, members)))
 
 
-def split_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``"host:port"`` or ``"host"``.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    host, separator, port = text.rpartition(":")
-    if not separator:
-        host, port = text, str(PORT)
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(
-            f"`LocalSteps(meet_at={text!r})` is not supported: give the host and port of "
-            f"`lq-lightning meet`, such as '10.0.0.1:{PORT}'."
-        )
-    return host.strip("[]"), int(port)
-
-
 class PatientStore:
     """A client of the store that connects again where its connection is lost.
 
@@ -168,10 +152,14 @@ class PatientStore:
         host, port = split_address(self._address)
         with socket.create_connection((host, port), _OPERATION / 2):
             pass  # the store would print a page for each of its own attempts
-        wait = timedelta(seconds=_OPERATION / 2)  # it is not left behind inside the store
-        make = dist.TCPStore  # type: ignore[attr-defined]
-        made = make(host, port, is_master=False, timeout=wait)
-        return PrefixStore(_PREFIX, made)
+        make, wait = dist.TCPStore, timedelta(seconds=_OPERATION / 2)  # type: ignore[attr-defined]
+        # one connection in some forty hangs, at the same place on an idle machine: try again soon
+        for patience in (wait / 5, wait / 2.5, wait):
+            with suppress(dist.DistNetworkError):
+                made = make(host, port, is_master=False, timeout=patience)
+                made.set_timeout(wait)
+                return PrefixStore(_PREFIX, made)
+        raise TimeoutError(f"no connection in {1.6 * wait.total_seconds():g} s")
 
     def _call(self, operation: Callable[[Any], Any]) -> Any:
         deadline = time.monotonic() + self.patience
@@ -262,7 +250,7 @@ class Meeting:
     """
 
     def __init__(self, address: str, url: str, *, max_nodes: int, wait: float) -> None:
-        self.store = PatientStore(address, 3 * _OPERATION)  # until it has answered
+        self.store = PatientStore(address, _FIRST_PATIENCE)  # until it has answered
         self._ear = PatientStore(address, 10 * wait)  # of the thread that listens
         self._url, self._max_nodes, self._wait = url, max_nodes, wait
         self._name = secrets.token_hex(4)

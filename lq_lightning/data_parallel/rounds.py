@@ -260,7 +260,7 @@ class RoundOptimizer(OuterOptimizer):
 def _losing_nodes() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, (dist.DistError, OSError)) or "gloo" in str(error).lower():
             raise LostNodeError(str(error).splitlines()[0]) from error
         raise

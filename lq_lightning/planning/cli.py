@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lq_lightning.data_parallel.meeting import PORT, keep_meeting_point
+from lq_lightning.data_parallel.config import PORT
+from lq_lightning.data_parallel.meeting import keep_meeting_point
 
 if TYPE_CHECKING:
     from lq_lightning.planning.plan import Plan
