@@ -115,12 +115,7 @@ class ChangingNodes(ReplicaGroups):
             "PL_GLOBAL_SEED": os.environ.get("PL_GLOBAL_SEED"),  # by which loaders divide the data
         }
         self._meeting.agree_on("options", {n: getattr(config, n) for n in options} | others)
-        return self.seat_now, str(self._folder.path), self._find_state()
-
-    @property
-    def seat_now(self) -> int:
-        """Seat of the meeting; -1 without one."""
-        return -1 if self._meeting is None else self._meeting.seat
+        return self._meeting.seat, str(self._folder.path), self._find_state()
 
     def _find_state(self) -> str | None:
         """Fetch the state of a node that trains, and return its path; None if there is none."""
