@@ -14,6 +14,13 @@ Model, data and optimizer are those of ``step_time.py``, but both run under the 
 transformers instead, sharded by the plan that it brings; the call above is AGoQ's table 8, with its
 tokens and parameters per GPU. A, O and G are saved activations, optimizer states and sums of
 gradients as codes.
+
+``--tokens`` trains on text that ``corpus.py`` prepared, with a rising learning rate and clipped
+gradients, and reports the loss as means over a twentieth of the steps::
+
+    torchrun --nproc-per-node 4 benchmarks/lightning_step.py --node-size 2 --llama --tokens TEXT \\
+        --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 \\
+        --seq 1024 --steps 500 --variants all,fsdp2-8-bit
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import argument_parser, choices, free_memory, table, write_report
+from corpus import read_tokens, tokens_folder
 from gpt import GPT
 from job import (
     TENSOR,
@@ -63,16 +71,19 @@ class Setup:
         states: Format of optimizer states.
         sums: Code of gradient sums between micro-batches.
         recipe: Recipe of saved activations; None keeps them as they are.
+        torchao: Checkpoint layers, and take torchao's 8-bit AdamW.
     """
 
     communication: str = "fsdp2"
     states: str = "none"
     sums: str = "none"
     recipe: str | None = None
+    torchao: bool = False
 
 
 SETUPS = {
     "fsdp2": Setup(),
+    "fsdp2-8-bit": Setup(torchao=True),
     "quantized": Setup(communication="quantized"),
     "quantized-node": Setup(communication="quantized-node"),
     "O": Setup(states="dynamic8"),
@@ -90,11 +101,12 @@ class Module(LightningModule):
     Args:
         args: Of the command line.
         device: Device of this rank.
+        torchao: As in the setup.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, torchao: bool) -> None:
         super().__init__()
-        self._args, self._device = args, device
+        self._args, self._device, self._torchao = args, device, torchao
         self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
@@ -104,6 +116,8 @@ class Module(LightningModule):
         if self._args.llama:
             with torch.device(self._device):
                 self.model: Any = llama(self._args)
+            if self._torchao:
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.model = GPT(self._args.config)
             if self._args.tensor_parallel > 1:
@@ -129,15 +143,35 @@ class Module(LightningModule):
         own_plan = self._args.tensor_parallel > 1 and not self._args.llama
         return loss_parallel() if own_plan else nullcontext()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer of ``job.Job``."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer of ``job.Job``, or torchao's; with text, the rate rises at first."""
+        if self._torchao:
+            from torchao.optim import AdamW8bit
+
+            optimizer: torch.optim.Optimizer = AdamW8bit(self.parameters(), lr=self._args.lr)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self._args.lr, fused=True)
+        if self._args.tokens is None:
+            return optimizer
+        rise = max(1, self._args.steps // 10)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / rise))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def batches(self, count: int) -> Iterator[Tensor]:
-        """Yield ``count`` batches, four different ones in turn, on this rank's device."""
-        sizes = self._args.config, self._args.micro_batch, self._args.tensor_parallel
-        data = random_batches(*sizes).to(self._device)
-        return (data[index % len(data)] for index in range(count))
+        """Yield ``count`` batches of this rank: of text, or four random ones in turn."""
+        args = self._args
+        if args.tokens is None:
+            data = random_batches(args.config, args.micro_batch, args.tensor_parallel)
+            data = data.to(self._device)
+            return (data[index % len(data)] for index in range(count))
+        blocks = read_tokens(args.tokens, args.config.seq - 1).train  # [blocks, T]
+        groups = dist.get_world_size() // args.tensor_parallel
+        order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))
+        own = order[: count * groups * args.micro_batch].view(count, groups, args.micro_batch)
+        own = own[:, dist.get_rank() // args.tensor_parallel]
+        return (
+            torch.from_numpy(blocks[rows.numpy()].astype("int64")).to(self._device) for rows in own
+        )
 
 
 def llama(args: argparse.Namespace) -> Any:
@@ -147,9 +181,10 @@ def llama(args: argparse.Namespace) -> Any:
     config = LlamaConfig(
         vocab_size=args.config.vocab,
         hidden_size=args.config.hidden,
-        intermediate_size=27 * args.config.hidden // 10,
+        intermediate_size=args.intermediate or 27 * args.config.hidden // 10,
         num_hidden_layers=args.config.layers,
         num_attention_heads=args.config.heads,
+        num_key_value_heads=args.kv_heads or args.config.heads,
         max_position_embeddings=args.config.seq,
     )
     return LlamaForCausalLM(config)
@@ -176,8 +211,8 @@ class Times(Callback):
 
 def trainer_row(
     setup: Setup, args: argparse.Namespace, device: torch.device
-) -> tuple[list[float], float, float]:
-    """Return the seconds of the timed steps of a Trainer, the peak in GiB, and the last loss."""
+) -> tuple[list[float], float, list[float]]:
+    """Return the seconds of the timed steps of a Trainer, the peak in GiB, and the losses."""
     count = args.warmup + args.steps
     times = Times(device, args.warmup * args.accumulate)
     callbacks: list[Callback] = [times]
@@ -205,6 +240,7 @@ def trainer_row(
         ),
         plugins=QuantizedPrecision("bf16-mixed", setup.states, setup.sums),  # type: ignore[arg-type]
         max_steps=count,
+        gradient_clip_val=None if args.tokens is None else 1.0,
         accumulate_grad_batches=args.accumulate,
         callbacks=callbacks,
         logger=False,
@@ -213,18 +249,20 @@ def trainer_row(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    module = Module(args, device)
+    torch.manual_seed(0)  # one model on all ranks
+    module = Module(args, device, setup.torchao)
     batches = list(module.batches(count * args.accumulate))
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     each = times.clock.take()[-args.steps * args.accumulate :]
     seconds = [sum(each[i : i + args.accumulate]) for i in range(0, len(each), args.accumulate)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
-    return seconds, peak, float(module.losses[-1])
+    return seconds, peak, torch.stack(module.losses).tolist()
 
 
 def loop_times(setup: Setup, args: argparse.Namespace, device: torch.device) -> list[float]:
     """Return the seconds of the timed steps of a plain loop; none where there is no such loop."""
-    if args.llama or setup != Setup(communication=setup.communication) or args.accumulate > 1:
+    plain = setup == Setup(communication=setup.communication)
+    if args.llama or not plain or args.accumulate > 1 or args.tokens is not None:
         return []
     job = Job(
         VARIANTS[setup.communication],
@@ -240,17 +278,22 @@ def loop_times(setup: Setup, args: argparse.Namespace, device: torch.device) -> 
     return time_steps(job, args.steps)[0]
 
 
-def measure(setup: Setup, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+def measure(setup: Setup, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Measure a setup both ways."""
     row = {"loop_ms": float("nan")}
     if times := loop_times(setup, args, device):
         row["loop_ms"] = 1e3 * statistics.median(over_ranks(times, dist.ReduceOp.MAX))
     free_memory()
-    times, peak, loss = trainer_row(setup, args, device)
+    times, peak, losses = trainer_row(setup, args, device)
     row["trainer_ms"] = 1e3 * statistics.median(over_ranks(times, dist.ReduceOp.MAX))
-    row["peak_gib"], row["last_loss"] = over_ranks([peak, loss], dist.ReduceOp.MAX)
+    row["peak_gib"], row["last_loss"] = over_ranks([peak, losses[-1]], dist.ReduceOp.MAX)
     free_memory()
-    return row
+    if args.tokens is None:
+        return without_nan(row)
+    mean = [total / dist.get_world_size() for total in over_ranks(losses, dist.ReduceOp.SUM)]
+    each = max(1, len(mean) // 20)
+    curve = [statistics.mean(mean[i : i + each]) for i in range(0, len(mean), each)]
+    return without_nan(row | {"last_loss": curve[-1]}) | {"curve": curve}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -259,6 +302,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--variants", default="fsdp2,quantized", help=", ".join(SETUPS))
     add_model_arguments(parser)
     parser.add_argument("--llama", action="store_true", help="a Llama of transformers")
+    parser.add_argument("--intermediate", type=int, help="width of the Llama's MLP")
+    parser.add_argument("--kv-heads", type=int, help="of the Llama (default: as many as heads)")
+    parser.add_argument("--tokens", type=tokens_folder, help="text that corpus.py prepared")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--compile", action="store_true", help="compile blocks")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
@@ -279,15 +326,15 @@ def main() -> None:
         setup = {"world_size": dist.get_world_size(), "node_size": args.node_size}
         setup |= {"tensor_parallel": args.tensor_parallel, "accumulate": args.accumulate}
         setup |= {"emulated_rate": rate, "steps": args.steps, "model": asdict(args.config)}
-        results: dict[str, dict[str, float | None]] = {}
+        results: dict[str, dict[str, Any]] = {}
         for name in args.variants:
-            results[name] = without_nan(measure(SETUPS[name], args, device))
+            results[name] = measure(SETUPS[name], args, device)
             if dist.get_rank() == 0:
                 print(f"{name}: {results[name]}", flush=True)
                 write_report(args.json, "lightning_step", {"setup": setup, "variants": results})
         if dist.get_rank() == 0:
             rows = [
-                [name, *("-" if v is None else f"{v:.2f}" for v in row.values())]
+                [name, *("-" if v is None else f"{v:.2f}" for v in list(row.values())[:4])]
                 for name, row in results.items()
             ]
             header = ["variant", "loop ms/step", "Trainer ms/step", "peak GiB", "last loss"]

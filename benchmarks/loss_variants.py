@@ -129,6 +129,7 @@ def _local(optimizer: Literal["adamw", "muon8"] = "adamw", every: int = 32, **ch
 
 _FEED: dict[str, Any] = {"error_feedback": True}
 _TWO: dict[str, Any] = {"bits": 2, **_FEED}
+_MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 _STREAM: dict[str, Any] = {"fragments": 4, "delay": 8}
 _SPARSE: dict[str, Any] = {"codec": replace(LocalSteps(bits=2).codec(), hadamard_size=0)}  # type: ignore[type-var]
 _SPARSE |= {"density": 0.03}
@@ -147,10 +148,16 @@ LOCAL: dict[str, Plan] = {
     "local, fragments, delay 8, 2 bits, feedback": _local(**_STREAM, **_TWO),
     "local 48, 12 fragments, delay 4, 2 bits, feedback": _local(**_SLOW),
     "local, sparse": _local(**_SPARSE),
+    "local, mean": _local(**_MEAN),  # of weights: no outer momentum
+    "local, momentum 0.9": _local(outer_momentum=0.9),
+    "local 8": _local(every=8),
+    "local 8, mean": _local(every=8, **_MEAN),
+    "local, mean, 2 bits, feedback": _local(**_MEAN, **_TWO),
     # To be compared with "muon8".
     "muon8, local": _local("muon8"),
     "muon8, local, fp32": _local("muon8", bits=None),
     "muon8, local, 2 bits, feedback": _local("muon8", **_TWO),
+    "muon8, local, mean, 2 bits, feedback": _local("muon8", **_MEAN, **_TWO),
     "muon8, local, fragments, delay 2, 2 bits, feedback": _local(
         "muon8", fragments=4, delay=2, **_TWO
     ),
