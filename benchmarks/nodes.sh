@@ -147,6 +147,11 @@ while [ ${#running[@]} -gt 0 ] && [ "$status" = 0 ]; do  # one that fails ends t
 done
 for node in $(seq 0 $((nodes - 1))); do
     sent=$(ip netns exec "lq$id-$node" cat "/sys/class/net/v$node/statistics/tx_bytes")
-    echo "node $node sent $sent bytes in all" >&2
+    # Each timeout is a pause of 200 ms or more: with many of them the rate is not what limits.
+    tcp=$(ip netns exec "lq$id-$node" cat /proc/net/snmp /proc/net/netstat | awk '
+        $1 in names { split(names[$1], name); for (i = 2; i <= NF; i++) found[name[i]] = $i }
+        { names[$1] = $0 }
+        END { print found["RetransSegs"] " segments again, " found["TCPTimeouts"] " timeouts" }')
+    echo "node $node sent $sent bytes in all, $tcp" >&2
 done
 exit "$status"

@@ -38,7 +38,7 @@ def read(name: str) -> Any:
 NETWORKS = {
     "10gbit": "10 Gb/s",
     "25gbit": "25 Gb/s",
-    "100gbit": "100 Gb/s",
+    "unlimited": "no limit",
     "nvlink": "one NVLink node",
 }
 VARIANTS = {"fsdp2": ("FSDP2", "#9aa5b1"), "quantized": ("quantized_fsdp", "#2f54c8")}
@@ -50,7 +50,7 @@ def draw_step_time(figure: Figure, axes: Axes) -> None:
     for row, (label, name) in enumerate(NETWORKS.items()):
         results = read(f"step_time_{label}")
         link, times = results["setup"]["link_gbit_per_s"], results["variants"]
-        names.append(name + (f"\n({link:.0f} reached)" if label == "100gbit" else ""))
+        names.append(name + (f"\n({link:.0f} reached)" if label == "unlimited" else ""))
         for offset, (variant, (_, color)) in zip((-0.2, 0.2), VARIANTS.items(), strict=True):
             ms, base = times[variant]["step_ms"], times["fsdp2"]["step_ms"]
             axes.barh(row + offset, ms, 0.38, color=color)
@@ -69,9 +69,7 @@ def draw_step_time(figure: Figure, axes: Axes) -> None:
     nodes = setup["world_size"] // setup["node_size"]
     axes.set_title(
         f"One step of {setup['model']['parameters'] / 1e9:.1f}B parameters on {nodes} nodes "
-        f"of {setup['node_size']} H200s, by network\n"
-        "Not the defaults: 4 bits for all gradients between nodes, "
-        "INT4 differences in groups of 2048",
+        f"of {setup['node_size']} H200s, by network",
         fontsize=9,
         loc="left",
     )

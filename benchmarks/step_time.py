@@ -5,7 +5,7 @@ Examples::
     torchrun --nproc-per-node 4 benchmarks/step_time.py --json step_time.json
     torchrun --nproc-per-node 2 benchmarks/step_time.py --tiny
     benchmarks/nodes.sh -n 2 -g 2 benchmarks/step_time.py --node-size 2 \\
-        --rates none,100gbit,25gbit,10gbit --budget 6 --trace traces --json step_time_{rate}.json
+        --rates none,25gbit,10gbit --budget 6 --trace traces --json step_time_{rate}.json
     benchmarks/nodes.sh -n 2 -g 2 benchmarks/step_time.py --node-size 2 --tensor-parallel 2
 
 The default model has 1.42e9 parameters. Parameters travel in bf16 and gradients in fp32, FSDP2's
