@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from emulated_nodes import Local
+from emulated_stages import Stages
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
@@ -69,6 +70,7 @@ class Plan:
         exact: Regular expression of parameters that travel in full precision all the same.
         optimizer: ``"adamw"``, or for matrices ``"muon"`` (torch's) or ``"muon8"``.
         local: Let nodes train alone; weights and gradients are then in full precision.
+        stages: Codecs of hidden states and their gradients between the blocks of each rank.
     """
 
     weights: Codes | None = None
@@ -76,6 +78,7 @@ class Plan:
     exact: str | None = None
     optimizer: Literal["adamw", "muon", "muon8"] = "adamw"
     local: Local | None = None
+    stages: Stages | None = None
 
 
 class Unit:

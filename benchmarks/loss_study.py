@@ -78,6 +78,8 @@ def train(
     if VARIANTS[name].weights is not None:  # else ranks have the master weights
         masters = {name: master.detach() for name, master in training.masters.items()}
         main = training.validate(masters).tolist()
+    if training.stages:
+        sent = training.validate(in_stages=True).tolist()
     curves, norms = _in_parts(kept, first), _in_parts(torch.stack(training.norms), first)
     seconds = (time.perf_counter() - began) / len(lanes)
     return [
@@ -87,7 +89,8 @@ def train(
             "train_s": seconds,
             "curve": curves[row],
             "grad_norms": norms[row],
-            "details": {"loss_of_main_weights": main[row]},
+            "details": {"loss_of_main_weights": main[row]}
+            | (training.stages.details(row, sent[row]) if training.stages else {}),
         }
         for row, lane in enumerate(lanes)
     ]
@@ -102,7 +105,8 @@ def start(
 ) -> StackedTraining:
     """Return trainings that have not begun, or that continue a trunk."""
     sizes = (args.sizes, lanes, args.nodes, args.node_size, args.forward)
-    return StackedTraining(corpus, args.device, *sizes, trunk, plan.optimizer, plan.local)
+    modes = (plan.optimizer, plan.local, plan.stages)
+    return StackedTraining(corpus, args.device, *sizes, trunk, *modes)
 
 
 def take_steps(training: StackedTraining, name: str, last: int) -> Tensor:
@@ -273,6 +277,8 @@ def parse_arguments() -> argparse.Namespace:
         )
     if args.trunk_steps >= args.sizes.steps:
         parser.error(f"--trunk-steps {args.trunk_steps}: runs end after {args.sizes.steps} steps")
+    if args.compile == "whole" and any(VARIANTS[name].stages for name in args.variants):
+        parser.error("--compile whole has no place for boundaries of stages: choose blocks")
     if args.processes > 1 and not args.json:
         parser.error("--processes joins reports: add --json")
     return args

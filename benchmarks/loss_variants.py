@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from emulated_nodes import Local
 from emulated_ranks import Codes, Plan
+from emulated_stages import Stages
 from stacked_models import Sizes
 from table import BASELINE, PERTURBED
 
@@ -44,7 +45,7 @@ class Preset(Sizes):
     passes: int = 1
 
 
-_SMOKE: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 2, "seq": 32, "vocab": 0}
+_SMOKE: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 2, "seq": 32, "vocab": 0}
 _SMOKE |= {"batch": 1, "steps": 10, "lr": 2e-3, "val_blocks": 8, "dtype": "float32"}
 # At a rate of 3e-3 chance alone moves the loss by 0.6% (one deviation); at 1e-3 by 0.01%.
 _TINY: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 2, "seq": 64, "vocab": 512}
@@ -166,6 +167,18 @@ LOCAL: dict[str, Plan] = {
     "muon8, local, sparse": _local("muon8", **_SPARSE),
 }
 
+_BOUNDARIES: dict[str, tuple[str | float, str | float]] = {
+    "tah5": ("tah5", "tah5"),
+    "klt 2": (2, 2),
+    "klt 2, backward tah5": (2, "tah5"),
+    "klt 2, backward klt 4": (2, 4),
+}
+STAGES: dict[str, Plan] = {
+    f"{number} stages, {name}": Plan(stages=Stages(number, *codecs))
+    for number in (2, 8)
+    for name, codecs in _BOUNDARIES.items()
+}
+
 VARIANTS: dict[str, Plan] = {
     BASELINE: Plan(),
     PERTURBED: Plan(),  # from weights that are 0.1% off
@@ -197,4 +210,5 @@ VARIANTS: dict[str, Plan] = {
     "differences, short groups": _differences(group_size=128, scale_dtype="bfloat16"),
     "differences, NF4": _differences(**_NF4),
     **LOCAL,
+    **STAGES,
 }

@@ -125,6 +125,7 @@ def losses(
     tokens_MBT: Tensor,
     targets_MBT: Tensor,
     compiled: Callable[[Part], Part] = lambda part: part,
+    after: Callable[[int, Tensor], Tensor] = lambda block, x: x,
 ) -> Tensor:
     """Return each model's mean next-token loss, ``[M]`` fp32.
 
@@ -134,6 +135,7 @@ def losses(
         tokens_MBT: Input tokens of each model, int64.
         targets_MBT: Next tokens.
         compiled: Compiles a block, and the end of the model.
+        after: Takes what a block returns to what is read behind it.
     """
     gpt = sizes.arch == "gpt"
     x = _embed(weights["tokens.weight" if gpt else "model.embed_tokens.weight"], tokens_MBT)
@@ -145,7 +147,7 @@ def losses(
     for index in range(sizes.layers):
         at = f"{prefix}.{index}."
         own = {n.removeprefix(at): w for n, w in weights.items() if n.startswith(at)}
-        x = block(sizes, own, x, *rotation)
+        x = after(index, block(sizes, own, x, *rotation))
     return end({n: weights[n] for n in _LAST[sizes.arch]}, x, targets_MBT)
 
 
@@ -154,12 +156,12 @@ def _compiled(part: Part) -> Part:
     return torch.compile(part, fullgraph=True, dynamic=False)
 
 
-def losses_of_compiled_blocks(*arguments: Any) -> Tensor:
+def losses_of_compiled_blocks(*arguments: Any, **options: Any) -> Tensor:
     """Compute ``losses`` with one compiled graph that all blocks share.
 
     Embeddings stay outside: their compiled backward adds bf16 gradients in no fixed order.
     """
-    return losses(*arguments, compiled=_compiled)
+    return losses(*arguments, compiled=_compiled, **options)
 
 
 def _token_losses(hidden_MBTC: Tensor, head: Tensor, targets_MBT: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from corpus import Corpus
 from emulated_nodes import EmulatedNodes, Local
 from emulated_ranks import EmulatedRanks, Plan, Tensors, Unit
+from emulated_stages import EmulatedStages, Stages
 from loss_variants import Preset
 from stacked_models import initial, losses, shapes, units, vocabulary
 from torch import Tensor
@@ -106,10 +107,12 @@ class StackedTraining:
         optimizer: As of ``Plan``. Muon takes over a trunk's moments of AdamW, but no momentum.
         local: Let nodes train alone: S is then the number of trainings times that of their nodes,
             except in what methods return.
+        stages: Send hidden states and gradients between blocks through codecs.
 
     Attributes:
         masters: fp32 weights ``[S, ...]``, which the optimizer updates.
         ranks: The emulated ranks, which hold the weights of forward.
+        stages: The emulated pipeline, if any.
         step: Steps taken.
         norms: Gradient norms before clipping, ``[S]`` for each step that was taken here.
     """
@@ -126,11 +129,14 @@ class StackedTraining:
         trunk: StackedTraining | None = None,
         optimizer: str = "adamw",
         local: Local | None = None,
+        stages: Stages | None = None,
     ) -> None:
         every, alone = nodes * node_size, nodes if local is not None else 1
         world = every // alone
         self.preset, self.lanes, self.step = preset, tuple(lanes), 0
         self.world_size, self._forward, self._alone = world, forward, alone
+        self.stages = EmulatedStages(stages, preset.layers) if stages else None
+        self._between: dict[str, Any] = {"after": self.stages.after} if self.stages else {}
         self._rows = tuple(lane for lane in lanes for _ in range(alone))
         self.train, self.val = corpus.on(device) if trunk is None else (trunk.train, trunk.val)
         shape_of = shapes(preset, corpus.vocab)
@@ -213,7 +219,7 @@ class StackedTraining:
             name: value[:, None].expand(-1, world, *value.shape[1:]).flatten(0, 1).requires_grad_()
             for name, value in self.ranks.weights().items()
         }
-        found = self._forward(self.preset, weights, tokens, targets)
+        found = self._forward(self.preset, weights, tokens, targets, **self._between)
         found.sum().backward()
         grads = {name: w.grad.unflatten(0, (lanes, world)) for name, w in weights.items()}  # type: ignore[union-attr]
         return found.detach().view(lanes, world).mean(dim=1), grads
@@ -254,11 +260,12 @@ class StackedTraining:
             self.ranks.publish(self.masters, Plan())
 
     @torch.no_grad()
-    def validate(self, weights: Tensors | None = None) -> Tensor:
+    def validate(self, weights: Tensors | None = None, in_stages: bool = False) -> Tensor:
         """Return the mean loss of each training over the first validation blocks, ``[S]`` fp64.
 
         Args:
             weights: ``[S, ...]``; by default the weights that ranks compute with.
+            in_stages: Send hidden states through the codecs of stages.
         """
         size = self.preset.batch * self.world_size
         count = min(self.preset.val_blocks, len(self.val)) // size * size
@@ -269,7 +276,10 @@ class StackedTraining:
         weights, lanes = self.ranks.weights() if weights is None else weights, len(self.lanes)
         weights = {name: w[:: self._alone].to(self.ranks.dtype) for name, w in weights.items()}
         total = torch.zeros(lanes, device=self.val.device, dtype=torch.float64)
+        world, between = (self.world_size, self._between) if in_stages else (1, {})
+        weights = {name: w.repeat_interleave(world, dim=0) for name, w in weights.items()}
         for rows in self.val[:count].split(size):
-            tokens, targets = (x.expand(lanes, -1, -1) for x in inputs_and_targets(rows))
-            total += losses(self.preset, weights, tokens, targets).double() * size
+            rows = rows.view(world, size // world, -1).repeat(lanes, 1, 1)
+            found = losses(self.preset, weights, *inputs_and_targets(rows), **between)
+            total += found.view(lanes, world).mean(dim=1).double() * size
         return total / count
