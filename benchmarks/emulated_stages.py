@@ -51,7 +51,7 @@ class Transform:
     and a scale for each token. All but codes have 16 bits. M models have M codecs.
 
     Attributes:
-        bits: Per value, all of the above counted; 0 while messages are exact.
+        bits: Per value of a late message, all of the above counted; 0 before the first basis.
     """
 
     def __init__(self, budget: float) -> None:

@@ -24,6 +24,10 @@ There the spread between equal runs hides small changes. So all runs of a seed c
 trunk: weights and moments after some steps in full precision. Naming ``full precision perturbed``
 trains it once for each seed, while ``--starts 2`` runs all variants twice. ``--details`` shows each
 pair, and when its training losses part.
+
+Variants of ``2 stages`` and ``8 stages`` code hidden states and their gradients between blocks
+(``emulated_stages.py``), ``klt 2`` in two bits. Validation is without codes; the report's details
+also have the loss with them, and bits and errors of every boundary.
 """
 
 from __future__ import annotations
