@@ -131,13 +131,10 @@ VARIANTS = {
 }
 
 
-def random_batches(config: GPTConfig, micro_batch: int, tensor_parallel: int = 1) -> Tensor:
-    """Return four batches of random tokens of this rank, ``[4, B, T]`` int64 on the CPU.
-
-    Ranks of a tensor-parallel group get the same ones.
-    """
-    generator = torch.Generator().manual_seed(dist.get_rank() // tensor_parallel)
-    return torch.randint(config.vocab, (4, micro_batch, config.seq), generator=generator)
+def random_batches(config: GPTConfig, size: int, group: int) -> Tensor:
+    """Return four batches of random tokens, ``[4, B, T]`` int64 on the CPU, by group of ranks."""
+    generator = torch.Generator().manual_seed(group)
+    return torch.randint(config.vocab, (4, size, config.seq), generator=generator)
 
 
 class Job:
@@ -177,7 +174,8 @@ class Job:
             world_size=world_size, rank=rank // tensor_parallel, node_size=node_size
         )
         self.communication: QuantizedCommunication | None = None
-        self.data = random_batches(config, micro_batch, tensor_parallel).to(device)
+        group = dist.get_rank() // tensor_parallel  # whose ranks read the same
+        self.data = random_batches(config, micro_batch, group).to(device)
         self.steps = 0
         self.local: OuterOptimizer | None = None
         with torch.device("meta"):

@@ -21,6 +21,12 @@ gradients, and reports the loss as means over a twentieth of the steps::
     torchrun --nproc-per-node 4 benchmarks/lightning_step.py --node-size 2 --llama --tokens TEXT \\
         --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 \\
         --seq 1024 --steps 500 --variants all,fsdp2-8-bit
+
+``--pipeline`` cuts the model into stages, with AGoQ's bits by stage where activations are codes::
+
+    torchrun --nproc-per-node 4 benchmarks/lightning_step.py --llama --pipeline 4 --layers 32 \\
+        --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 32000 --seq 4096 \\
+        --variants 1f1b,1f1b-checkpoint,1f1b-A,zero-bubble,zero-bubble-A
 """
 
 from __future__ import annotations
@@ -57,9 +63,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
-from lq_lightning.callbacks import ActivationQuantization
+from lq_lightning.callbacks import ActivationQuantization, StageBitCompensation
 from lq_lightning.plugins import QuantizedPrecision
-from lq_lightning.strategies import QuantizedFSDPStrategy
+from lq_lightning.strategies import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +77,23 @@ class Setup:
         states: Format of optimizer states.
         sums: Code of gradient sums between micro-batches.
         recipe: Recipe of saved activations; None keeps them as they are.
-        torchao: Checkpoint layers, and take torchao's 8-bit AdamW.
+        checkpointing: Of layers.
+        torchao: Take torchao's 8-bit AdamW.
+        schedule: Of a pipeline.
     """
 
     communication: str = "fsdp2"
     states: str = "none"
     sums: str = "none"
     recipe: str | None = None
+    checkpointing: bool = False
     torchao: bool = False
+    schedule: Any = "1f1b"
 
 
 SETUPS = {
     "fsdp2": Setup(),
-    "fsdp2-8-bit": Setup(torchao=True),
+    "fsdp2-8-bit": Setup(checkpointing=True, torchao=True),
     "quantized": Setup(communication="quantized"),
     "quantized-node": Setup(communication="quantized-node"),
     "O": Setup(states="dynamic8"),
@@ -92,6 +102,11 @@ SETUPS = {
     "A+O+G": Setup(states="dynamic8", sums="int8", recipe="agoq"),
     "coat": Setup(states="expanded_fp8", recipe="coat"),
     "all": Setup(communication="quantized", states="dynamic8", sums="int8", recipe="agoq"),
+    "1f1b": Setup(states="dynamic8"),
+    "1f1b-checkpoint": Setup(states="dynamic8", checkpointing=True),
+    "1f1b-A": Setup(states="dynamic8", recipe="agoq"),
+    "zero-bubble": Setup(states="dynamic8", schedule="zero_bubble"),
+    "zero-bubble-A": Setup(states="dynamic8", schedule="zero_bubble", recipe="agoq"),
 }
 
 
@@ -101,12 +116,12 @@ class Module(LightningModule):
     Args:
         args: Of the command line.
         device: Device of this rank.
-        torchao: As in the setup.
+        setup: What is quantized.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, torchao: bool) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, setup: Setup) -> None:
         super().__init__()
-        self._args, self._device, self._torchao = args, device, torchao
+        self._args, self._device, self._setup = args, device, setup
         self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
@@ -116,7 +131,7 @@ class Module(LightningModule):
         if self._args.llama:
             with torch.device(self._device):
                 self.model: Any = llama(self._args)
-            if self._torchao:
+            if self._setup.checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.model = GPT(self._args.config)
@@ -134,18 +149,12 @@ class Module(LightningModule):
         self.losses.append(loss.detach())
         return loss
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward where the loss of a vocabulary in parts has one."""
-        with self._loss_context():
-            super().backward(loss, *args, **kwargs)
-
     def _loss_context(self) -> AbstractContextManager[object]:
-        own_plan = self._args.tensor_parallel > 1 and not self._args.llama
-        return loss_parallel() if own_plan else nullcontext()
+        return nullcontext()
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of ``job.Job``, or torchao's; with text, the rate rises at first."""
-        if self._torchao:
+        if self._setup.torchao:
             from torchao.optim import AdamW8bit
 
             optimizer: torch.optim.Optimizer = AdamW8bit(self.parameters(), lr=self._args.lr)
@@ -159,19 +168,30 @@ class Module(LightningModule):
 
     def batches(self, count: int) -> Iterator[Tensor]:
         """Yield ``count`` batches of this rank: of text, or four random ones in turn."""
-        args = self._args
+        args, size = self._args, self._args.micro_batch * self._args.microbatches
+        groups = dist.get_world_size() // args.tensor_parallel // args.pipeline
+        group = dist.get_rank() // args.tensor_parallel % groups
         if args.tokens is None:
-            data = random_batches(args.config, args.micro_batch, args.tensor_parallel)
-            data = data.to(self._device)
+            data = random_batches(args.config, size, group).to(self._device)
             return (data[index % len(data)] for index in range(count))
         blocks = read_tokens(args.tokens, args.config.seq - 1).train  # [blocks, T]
-        groups = dist.get_world_size() // args.tensor_parallel
         order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))
-        own = order[: count * groups * args.micro_batch].view(count, groups, args.micro_batch)
-        own = own[:, dist.get_rank() // args.tensor_parallel]
+        own = order[: count * groups * size].view(count, groups, size)[:, group]
         return (
             torch.from_numpy(blocks[rows.numpy()].astype("int64")).to(self._device) for rows in own
         )
+
+
+class ModuleWithPlan(Module):
+    """A GPT whose ranks share the vocabulary, and so the loss."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward where such a loss has one."""
+        with self._loss_context():
+            super().backward(loss, *args, **kwargs)
+
+    def _loss_context(self) -> AbstractContextManager[object]:
+        return loss_parallel()
 
 
 def llama(args: argparse.Namespace) -> Any:
@@ -209,6 +229,28 @@ class Times(Callback):
             torch.cuda.reset_peak_memory_stats()
 
 
+def strategy_of(setup: Setup, args: argparse.Namespace) -> QuantizedFSDPStrategy:
+    """Return the strategy of a setup."""
+    variant = VARIANTS[setup.communication]
+    options: dict[str, Any] = {
+        "weights": variant.weights or "none",
+        "gradients": variant.gradients or "none",
+        "node_size": args.node_size,
+        "compile_units": args.compile,
+        "check_replicas_every_n_steps": 0,
+    }
+    if args.tensor_parallel > 1:
+        options["tensor_parallel_size"] = args.tensor_parallel
+        options["tensor_parallel"] = "auto" if args.llama else None
+    if args.pipeline > 1:
+        return QuantizedPipelineStrategy(
+            args.pipeline, setup.schedule, args.microbatches, reshard_after_forward=False, **options
+        )
+    # as in job.py
+    units = ["LlamaDecoderLayer", "model.lm_head"] if args.llama else ["Block", "model.head"]
+    return QuantizedFSDPStrategy(units=units, **options)
+
+
 def trainer_row(
     setup: Setup, args: argparse.Namespace, device: torch.device
 ) -> tuple[list[float], float, list[float]]:
@@ -218,26 +260,14 @@ def trainer_row(
     callbacks: list[Callback] = [times]
     if setup.recipe is not None:
         callbacks.append(ActivationQuantization(setup.recipe))
+        if args.pipeline > 1:
+            callbacks.append(StageBitCompensation())
     local = args.ranks_per_machine
-    sharding: dict[str, Any] = {}
-    if args.tensor_parallel > 1:
-        sharding["tensor_parallel_size"] = args.tensor_parallel
-        sharding["tensor_parallel"] = "auto" if args.llama else None
-    variant = VARIANTS[setup.communication]
     trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=local,
         num_nodes=dist.get_world_size() // local,
-        strategy=QuantizedFSDPStrategy(
-            weights=variant.weights or "none",
-            gradients=variant.gradients or "none",
-            node_size=args.node_size,
-            # as in job.py
-            units=["LlamaDecoderLayer", "model.lm_head"] if args.llama else ["Block", "model.head"],
-            compile_units=args.compile,
-            check_replicas_every_n_steps=0,
-            **sharding,
-        ),
+        strategy=strategy_of(setup, args),
         plugins=QuantizedPrecision("bf16-mixed", setup.states, setup.sums),  # type: ignore[arg-type]
         max_steps=count,
         gradient_clip_val=None if args.tokens is None else 1.0,
@@ -250,18 +280,19 @@ def trainer_row(
         use_distributed_sampler=False,
     )
     torch.manual_seed(0)  # one model on all ranks
-    module = Module(args, device, setup.torchao)
+    own_plan = args.tensor_parallel > 1 and not args.llama
+    module = (ModuleWithPlan if own_plan else Module)(args, device, setup)
     batches = list(module.batches(count * args.accumulate))
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     each = times.clock.take()[-args.steps * args.accumulate :]
     seconds = [sum(each[i : i + args.accumulate]) for i in range(0, len(each), args.accumulate)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
-    return seconds, peak, torch.stack(module.losses).tolist()
+    return seconds, peak, [float(loss) for loss in module.losses]
 
 
 def loop_times(setup: Setup, args: argparse.Namespace, device: torch.device) -> list[float]:
     """Return the seconds of the timed steps of a plain loop; none where there is no such loop."""
-    plain = setup == Setup(communication=setup.communication)
+    plain = setup == Setup(communication=setup.communication) and args.pipeline == 1
     if args.llama or not plain or args.accumulate > 1 or args.tokens is not None:
         return []
     job = Job(
@@ -286,11 +317,16 @@ def measure(setup: Setup, args: argparse.Namespace, device: torch.device) -> dic
     free_memory()
     times, peak, losses = trainer_row(setup, args, device)
     row["trainer_ms"] = 1e3 * statistics.median(over_ranks(times, dist.ReduceOp.MAX))
-    row["peak_gib"], row["last_loss"] = over_ranks([peak, losses[-1]], dist.ReduceOp.MAX)
+    peaks = [peak if rank == dist.get_rank() else 0.0 for rank in range(dist.get_world_size())]
+    peaks = over_ranks(peaks, dist.ReduceOp.SUM)
+    row["peak_gib"] = max(peaks)
     free_memory()
+    if args.pipeline > 1:  # whose last rank alone has losses
+        return without_nan(row) | ({"peaks_gib": peaks} if device.type == "cuda" else {})
+    mean = [total / dist.get_world_size() for total in over_ranks(losses, dist.ReduceOp.SUM)]
+    row["last_loss"] = mean[-1]
     if args.tokens is None:
         return without_nan(row)
-    mean = [total / dist.get_world_size() for total in over_ranks(losses, dist.ReduceOp.SUM)]
     each = max(1, len(mean) // 20)
     curve = [statistics.mean(mean[i : i + each]) for i in range(0, len(mean), each)]
     return without_nan(row | {"last_loss": curve[-1]}) | {"curve": curve}
@@ -307,6 +343,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=tokens_folder, help="text that corpus.py prepared")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--pipeline", type=int, default=1, help="ranks along a pipeline")
+    parser.add_argument("--microbatches", type=int, help="of a pipeline (default: 4 per rank)")
     parser.add_argument("--compile", action="store_true", help="compile blocks")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
@@ -314,6 +352,7 @@ def parse_arguments() -> argparse.Namespace:
     args.variants = choices(parser, "variants", args.variants, SETUPS)
     args.config = model_config(args)
     args.micro_batch = args.micro_batch or (1 if args.llama else 2 if args.tiny else 8)
+    args.microbatches = args.microbatches or (4 * args.pipeline if args.pipeline > 1 else 1)
     args.ranks_per_machine = int(os.environ["LOCAL_WORLD_SIZE"])
     return args
 
@@ -325,6 +364,7 @@ def main() -> None:
     with process_group(args) as device:
         setup = {"world_size": dist.get_world_size(), "node_size": args.node_size}
         setup |= {"tensor_parallel": args.tensor_parallel, "accumulate": args.accumulate}
+        setup |= {"pipeline": args.pipeline, "microbatches": args.microbatches}
         setup |= {"emulated_rate": rate, "steps": args.steps, "model": asdict(args.config)}
         results: dict[str, dict[str, Any]] = {}
         for name in args.variants:
@@ -333,8 +373,9 @@ def main() -> None:
                 print(f"{name}: {results[name]}", flush=True)
                 write_report(args.json, "lightning_step", {"setup": setup, "variants": results})
         if dist.get_rank() == 0:
+            columns = ("loop_ms", "trainer_ms", "peak_gib", "last_loss")
             rows = [
-                [name, *("-" if v is None else f"{v:.2f}" for v in list(row.values())[:4])]
+                [name, *("-" if row.get(k) is None else f"{row[k]:.2f}" for k in columns)]
                 for name, row in results.items()
             ]
             header = ["variant", "loop ms/step", "Trainer ms/step", "peak GiB", "last loss"]

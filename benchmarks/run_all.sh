@@ -9,7 +9,8 @@ usage: run_all.sh [-o FOLDER] [PART...] [-- OPTIONS]
 
   -o FOLDER  for the JSON reports, and FOLDER/traces
              (default: benchmarks/results, and outputs/traces)
-  PART       four GPUs:  nvlink, rates, slow, compile, memory, gradients, kernels (the default)
+  PART       four GPUs:  nvlink, rates, slow, compile, memory, gradients, kernels (the default);
+             pipelines (of 4, and of 2 with replicas)
              two GPUs, with tensor parallelism:  memory (saved activations, states, sums), recipes,
              layouts, trainer, reductions (two emulated nodes, whose ranks share the GPUs: start
              CUDA's MPS before), errors (on the CPU); with TINY=1 all at a tiny size on the CPU
@@ -43,7 +44,7 @@ shift $((OPTIND - 1))
 parts=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
-        nvlink | rates | slow | compile | memory | gradients | kernels) parts+=("$1") ;;
+        nvlink | rates | slow | compile | memory | gradients | kernels | pipelines) parts+=("$1") ;;
         table | long | coat | offload | stages2 | stages4 | split) parts+=("$1") ;;
         recipes | layouts | trainer | reductions | errors | plans | papers) parts+=("$1") ;;
         *) usage >&2; exit 2 ;;
@@ -109,6 +110,17 @@ layouts() {  # SDP4Bit's table 2 and figure 8
         "${size[@]}" --rates none,25gbit,10gbit --steps 4 --warmup 2 --budget 8 \
         --variants fsdp2,quantized,weights-only,gradients-only,no-communication \
         --json "$results/step_time_tensor_parallel_{rate}.json"
+}
+pipelines() {
+    local status=0 stages
+    sized --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 32000 --seq 4096
+    for stages in 4 2; do
+        timeout 240 "${on_one_node[@]}" benchmarks/lightning_step.py --llama --pipeline $stages \
+            "${size[@]}" ${TINY:+--layers 4} --steps 3 --warmup 2 \
+            --variants 1f1b,1f1b-checkpoint,1f1b-A,zero-bubble,zero-bubble-A \
+            --json "$results/pipeline_$stages.json" || status=1
+    done
+    return $status
 }
 trainer() {
     sized --layers 8 --micro-batch 2
