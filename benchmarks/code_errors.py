@@ -3,9 +3,10 @@
 `sums` are relative L2 errors of gradient sums after 1, 4, 16 and 64 micro-batches, each of which is
 added to the decoded sum, as in AGoQ (§5). `groups` is SDP4Bit's table 3: bits with scales, and the
 relative L2 error of gradients, of weights against those that ranks should have, and of these in
-units of a step's change. `moments` is COAT's table 1: the squared error of m / sqrt(v), in percent
-of its square, by the formats of m (rows) and v (columns); formats of this library beside the
-paper's, emulated here. Losses are those of `loss_study.py`::
+units of a step's change, where differences are sent (`qWD`) and where the weights themselves would
+be (the paper's `qW`, which no option does). `moments` is COAT's table 1: the squared error of
+m / sqrt(v), in percent of its square, by the formats of m (rows) and v (columns); formats of this
+library beside the paper's, emulated here. Losses are those of `loss_study.py`::
 
     python benchmarks/code_errors.py --json code_errors.json
     python benchmarks/code_errors.py --tables moments --steps 150
@@ -117,10 +118,8 @@ GRADIENTS = {
 WEIGHTS = {
     "qWD, groups of 128, NF4": WeightQuantization(),
     **{
-        f"{method}, groups of {size}": WeightQuantization(
-            method=method, code="int", group_size=size
-        )  # type: ignore[arg-type]
-        for method, sizes in (("qWD", (1024, 2048)), ("qW", (32, 128, 2048)))
+        f"{what}, groups of {size}": WeightQuantization(code="int", group_size=size)
+        for what, sizes in (("qWD", (1024, 2048)), ("qW", (32, 128, 2048)))
         for size in sizes
     },
 }
@@ -138,9 +137,8 @@ def groups(steps: int, tiny: bool) -> list[Row]:
         optimizer.step()
         weights = matrices(model, lambda p: p)
         for name, config in WEIGHTS.items() if step > steps - 10 else ():
-            base = (
-                replicas.get(name, before) if config.method == "qWD" else torch.zeros_like(before)
-            )
+            differs = name.startswith("qWD")
+            base = replicas.get(name, before) if differs else torch.zeros_like(before)
             replicas[name] = base + through(config.codec(), weights - base)
         if step == steps:
             break

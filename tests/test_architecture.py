@@ -56,8 +56,6 @@ MAX_OWN_BASES = 1  # a class of ours may extend another one, which extends none 
 DEEPER_CLASSES = {
     "lq_lightning.activations.sites:FunctionSite",
     "lq_lightning.activations.sites:MultiheadSite",
-    "lq_lightning.data_parallel.all_gather:WeightAllGather",
-    "lq_lightning.data_parallel.all_gather:WeightDifferenceAllGather",
     "lq_lightning.integrations.ray:RayQuantizedFSDPStrategy",
     "lq_lightning.integrations.ray:RayQuantizedPipelineStrategy",
     "lq_lightning.strategies.changing_nodes:ChangingNodes",

@@ -1,4 +1,4 @@
-"""Quantized all-gathers of a unit's weights: of differences (SDP4Bit's qWD), and of the weights.
+"""Quantized all-gather of a unit's weight differences (SDP4Bit's qWD).
 
 One object serves one FSDP2 unit. FSDP2 calls ``allocate`` for the output, copies this rank's shard
 (already cast to the gather dtype) into its slot of the output, and calls the object with the output
@@ -8,7 +8,7 @@ and that slot, which is a *view* of it: writing the output destroys the input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,18 +45,74 @@ from lq_lightning.foundation import streams
 MAX_GATHERED_PARTS = 8
 
 
-class QuantizedAllGather(AllGather):
-    """Base of both all-gathers: layouts, messages and their collectives."""
+class Exchange(NamedTuple):
+    """An exchange of weight differences in progress."""
 
-    skips_frozen: ClassVar[bool]  # whether messages leave out parameters that are not trained
+    replicas: tuple[Replica, ...]
+    slots: Tensor  # [units, slots, n], values of the replicas
+    own: Tensor  # [units, n], this rank's slots of them
+    layout: MessageLayout
+    messages: Tensor  # [units, nbytes] uint8, of this rank
+    exact: Tensor | None  # [units, n], this rank's main weights, if errors are measured
 
-    def __init__(self, config: WeightQuantization, unit: Unit) -> None:
+
+class WeightDifferenceAllGather(AllGather):
+    """All-gather of quantized weight differences (SDP4Bit §3.1, Algorithm 2).
+
+    Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
+    encodes the difference between its main shard and its slot of the replica (``start_exchange``),
+    sends it (``send_exchange``), and all ranks, the owner included, add the decoded differences
+    (``finish_exchange``). Main weights stay exact, so the next difference contains the error of
+    this one. The gathers that FSDP2 asks for in forward and backward only read the replica
+    (:meth:`read`).
+
+    A gather refreshes the replica in full precision where it is not fresh: the first time, after
+    :meth:`Replica.invalidate`, after an exchange that failed, and when ranks have agreed that
+    something other than an optimizer step has written to the shards
+    (:class:`StaleReplicaConsensus`).
+
+    A parameter that becomes frozen keeps its replica, with the error of its last difference; no
+    message contains it until it is trained again.
+
+    Deviations from the reference implementation: rounds to nearest by default; the difference is
+    formed and added in fp32 and rounded once to the replica's dtype; it is sent right after the
+    optimizer step and not when the next forward asks for it.
+
+    The values of ``replica`` are ``[world * n]``, or ``[nodes * n]`` if a node shares them: row
+    ``index`` of the memory of units of one shape.
+    """
+
+    def __init__(
+        self,
+        config: WeightQuantization,
+        unit: Unit,
+        consensus: StaleReplicaConsensus,
+        memory: ReplicaMemory,
+        index: int,
+    ) -> None:
         self.unit = unit
         self._config = config
         self._context = unit.context
         self._num_nodes = unit.context.topology.num_nodes
         self._layout: MessageLayout | None = None
         self._layout_key: tuple[Any, ...] | None = None
+        self.memory = memory
+        self.replica = Replica(memory, index)
+        self.shared_by_node = config.replica == "node"
+        self._watch = ShardWatch(unit.names, unit.params)
+        self._consensus = consensus
+        self._voted = False  # for the gather that comes now
+        consensus.add(unit.name, self.replica, self._watch)
+
+    def holds_any(self, param_ids: set[int] | None) -> bool:
+        """Whether one of these parameters (``id``; None: any) is in the unit."""
+        if param_ids is None:
+            return True
+        return any(id(p.sharded_param) in param_ids for p in self.unit.params())
+
+    def trained(self) -> list[bool]:
+        """Whether each parameter of the unit is trained now."""
+        return [p.requires_grad for p in self.unit.params()]
 
     def segments(self) -> list[Segment]:
         """Wire format of each parameter, given the parameters as they are now."""
@@ -67,7 +123,7 @@ class QuantizedAllGather(AllGather):
             if len(dtypes) > 1:
                 reason = reason or "mixed dtypes in one unit"
             wire_format: WireFormat = "full" if reason else "quantized"
-            if self.skips_frozen and not param.requires_grad:
+            if not param.requires_grad:
                 wire_format, reason = "skipped", "frozen: gathered once in full precision"
             segments.append(Segment(name, start, param.padded_shard_numel, wire_format, reason))
         if len(dtypes) > 1:
@@ -98,8 +154,8 @@ class QuantizedAllGather(AllGather):
         nbytes = self._context.count_baseline(slot.numel() * slot.itemsize)
         self._context.traffic.baseline_weights += nbytes
 
-    def _encode(self, layout: MessageLayout, slots: Tensor, reference: Tensor | None) -> Tensor:
-        """Encode ``[units, n]`` slots (minus ``reference``) into ``[units, nbytes]`` uint8.
+    def _encode(self, layout: MessageLayout, slots: Tensor, reference: Tensor) -> Tensor:
+        """Encode ``[units, n]`` slots minus ``reference`` into ``[units, nbytes]`` uint8.
 
         Gaps of slots are overwritten with zeros; those of ``reference`` hold zeros until a message
         is decoded.
@@ -150,8 +206,8 @@ class QuantizedAllGather(AllGather):
             traffic.weights_inter += inter
 
     @staticmethod
-    def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
-        """Decode ``[L, units, N, nbytes]`` messages into (with ``add`` onto) slots.
+    def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor) -> None:
+        """Decode ``[L, units, N, nbytes]`` messages and add them to slots.
 
         Messages of several local ranks are contiguous, as are slots, ``[units, N * L, n]`` in rank
         order.
@@ -163,111 +219,8 @@ class QuantizedAllGather(AllGather):
             slots = slots.view(*messages.shape[:2], -1)
         for index, run in layout.quantized:
             part, target = layout.part(messages, index), slots[..., run.start : run.stop]
-            decode(layout.spec_of(run), part, run.numel, out=target, add=add)
+            decode(layout.spec_of(run), part, run.numel, out=target, add=True)
         layout.exact_to_slots(messages, slots)
-
-
-def _byte_segments(segments: list[Segment], params: list[GroupParam]) -> list[Segment]:
-    scaled, start = [], 0
-    for segment, param in zip(segments, params, strict=True):
-        nbytes = segment.numel * param.gather_dtype.itemsize
-        scaled.append(segment._replace(start=start, numel=nbytes))
-        start += nbytes
-    return scaled
-
-
-class WeightAllGather(QuantizedAllGather):
-    """All-gather of the quantized weights themselves (SDP4Bit's ablation qW, which must lose).
-
-    Every gather sends codes, and every rank, the owner included, computes with the decoded weights.
-    Rounding is keyed by the optimizer step, so that forward and backward see the same weights.
-    """
-
-    skips_frozen = False
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Fill ``output_tensor`` (``[world * n]``) from each rank's ``input_tensor`` (``[n]``)."""
-        if group.size() != self._context.topology.world_size:
-            all_gather_flat(output_tensor, input_tensor, group)
-            return
-        self._count_baseline(input_tensor)
-        layout = self._current_layout(input_tensor.dtype)
-        message = self._encode(layout, input_tensor.view(1, -1), reference=None)
-        messages = self._gather_within_node(self._gather_between_nodes(message))
-        self._decode(layout, messages, output_tensor.view(1, group.size(), -1), add=False)
-
-
-class Exchange(NamedTuple):
-    """An exchange of weight differences in progress."""
-
-    replicas: tuple[Replica, ...]
-    slots: Tensor  # [units, slots, n], values of the replicas
-    own: Tensor  # [units, n], this rank's slots of them
-    layout: MessageLayout
-    messages: Tensor  # [units, nbytes] uint8, of this rank
-    exact: Tensor | None  # [units, n], this rank's main weights, if errors are measured
-
-
-class WeightDifferenceAllGather(QuantizedAllGather):
-    """All-gather of quantized weight differences (SDP4Bit §3.1, Algorithm 2).
-
-    Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
-    encodes the difference between its main shard and its slot of the replica (``start_exchange``),
-    sends it (``send_exchange``), and all ranks, the owner included, add the decoded differences
-    (``finish_exchange``). Main weights stay exact, so the next difference contains the error of
-    this one. The gathers that FSDP2 asks for in forward and backward only read the replica
-    (:meth:`read`).
-
-    A gather refreshes the replica in full precision where it is not fresh: the first time, after
-    :meth:`Replica.invalidate`, after an exchange that failed, and when ranks have agreed that
-    something other than an optimizer step has written to the shards
-    (:class:`StaleReplicaConsensus`).
-
-    A parameter that becomes frozen keeps its replica, with the error of its last difference; no
-    message contains it until it is trained again.
-
-    Deviations from the reference implementation: rounds to nearest by default; the difference is
-    formed and added in fp32 and rounded once to the replica's dtype; it is sent right after the
-    optimizer step and not when the next forward asks for it.
-
-    The values of ``replica`` are ``[world * n]``, or ``[nodes * n]`` if a node shares them: row
-    ``index`` of the memory of units of one shape.
-    """
-
-    skips_frozen = True
-
-    def __init__(
-        self,
-        config: WeightQuantization,
-        unit: Unit,
-        consensus: StaleReplicaConsensus,
-        memory: ReplicaMemory,
-        index: int,
-    ) -> None:
-        super().__init__(config, unit)
-        self.memory = memory
-        self.replica = Replica(memory, index)
-        self.shared_by_node = config.replica == "node"
-        self._watch = ShardWatch(unit.names, unit.params)
-        self._consensus = consensus
-        self._voted = False  # for the gather that comes now
-        consensus.add(unit.name, self.replica, self._watch)
-
-    def holds_any(self, param_ids: set[int] | None) -> bool:
-        """Whether one of these parameters (``id``; None: any) is in the unit."""
-        if param_ids is None:
-            return True
-        return any(id(p.sharded_param) in param_ids for p in self.unit.params())
-
-    def trained(self) -> list[bool]:
-        """Whether each parameter of the unit is trained now."""
-        return [p.requires_grad for p in self.unit.params()]
 
     # --- saved state ------------------------------------------------------------------------
 
@@ -369,7 +322,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             received = received.unsqueeze(0)
         elif self._num_nodes > 1:
             received = self._gather_within_node(received)
-        self._decode(exchange.layout, received, exchange.slots, add=True)
+        self._decode(exchange.layout, received, exchange.slots)
         if exchange.exact is not None:
             streams.record_use(exchange.exact)
             for run in exchange.layout.runs:
@@ -466,3 +419,12 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             all_gather_flat(every.view(-1), values, context.groups.intra)
             nodes.view_as(every.transpose(0, 1)).copy_(every.transpose(0, 1))
         self._count_sent(values.numel() * values.itemsize, context.groups.intra)
+
+
+def _byte_segments(segments: list[Segment], params: list[GroupParam]) -> list[Segment]:
+    scaled, start = [], 0
+    for segment, param in zip(segments, params, strict=True):
+        nbytes = segment.numel * param.gather_dtype.itemsize
+        scaled.append(segment._replace(start=start, numel=nbytes))
+        start += nbytes
+    return scaled

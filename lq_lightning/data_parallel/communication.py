@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_gather_flat
-from lq_lightning.data_parallel.all_gather import QuantizedAllGather, WeightDifferenceAllGather
+from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
 from lq_lightning.data_parallel.plan import CommunicationPlan
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.replica import StaleReplicaConsensus
@@ -44,7 +44,7 @@ class QuantizationErrors(NamedTuple):
 class UnitCollectives(NamedTuple):
     """The collectives of one FSDP2 unit; None where FSDP2's own are left."""
 
-    gather: QuantizedAllGather | None
+    gather: WeightDifferenceAllGather | None
     scatter: TwoLevelReduceScatter | None
 
 
@@ -245,8 +245,7 @@ class QuantizedCommunication:
         return self.external_weight_updates
 
     def _difference_gathers(self) -> list[WeightDifferenceAllGather]:
-        gathers = [u.gather for u in self._units]
-        return [g for g in gathers if isinstance(g, WeightDifferenceAllGather)]
+        return [u.gather for u in self._units if u.gather is not None]
 
     # --- drift ------------------------------------------------------------------------------
 

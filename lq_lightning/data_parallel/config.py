@@ -14,7 +14,6 @@ from lq_lightning.foundation.topology import Level
 
 PORT = 29400  # of `lq-lightning meet`
 
-WeightMethod = Literal["qWD", "qW"]
 WeightCode = Literal["auto", "int", FloatingCode]
 GradientCode = Literal["int", FloatingCode]
 GradientMethod = Literal["TLq-HS", "TLq", "ULq", "QuanGrad"]
@@ -68,18 +67,15 @@ def _check_own_groups(owner: str, code: str, group_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightQuantization:
-    """Format of weights in the all-gather.
+    """Format of the weight differences that ``weights="qWD"`` sends (SDP4Bit §3.1).
 
     The default is NF4 in groups of 128, 4.125 bits per value with scales. Integers in groups of
     2048 have 1.6 times the error and cost more loss at 110M parameters (``docs/accuracy.md``).
 
-    Deviations from the paper (SDP4Bit §3.1): it has integers in groups of 2048, here
+    Deviations from the paper: it has integers in groups of 2048, here
     ``code="int", group_size=2048``. Scales are bf16, rounded up, so that nothing is clipped.
 
     Attributes:
-        method: ``"qWD"`` sends the quantized *difference* to the weights every rank already holds
-            (SDP4Bit §3.1); ``"qW"`` sends the quantized weights themselves at every gather, the
-            ablation of SDP4Bit table 1 that loses accuracy.
         bits: Bits of one code, 2 to 8.
         code: ``"int"`` for integers, ``"nf4"`` for 16 levels that follow the normal distribution
             (4 bits, ``"nearest"`` only), or another code of ``CodecSpec`` with as many ``bits``.
@@ -88,13 +84,12 @@ class WeightQuantization:
             groups of 32 instead of the default.
         rounding: ``"nearest"`` has the smaller error, and the next difference contains it;
             ``"stochastic"`` is the choice of the reference implementation.
-        replica: Placement of the replica that differences refer to (``"qWD"`` only). ``"full"``:
-            every rank holds all weights (2 bytes per parameter in bf16), and forward and backward
-            read them without traffic. ``"node"``: the ranks of a node share one replica
+        replica: Placement of the replica that differences refer to. ``"full"``: every rank holds
+            all weights (2 bytes per parameter in bf16), and forward and backward read them without
+            traffic. ``"node"``: the ranks of a node share one replica
             (2/node_size bytes per parameter) and gather it inside the node.
     """
 
-    method: WeightMethod = "qWD"
     bits: int = 4
     code: WeightCode = "auto"
     group_size: int = _DEFAULT_GROUP_SIZE
@@ -104,7 +99,6 @@ class WeightQuantization:
     def __post_init__(self) -> None:
         """Check every field."""
         owner = type(self).__name__
-        check_choice(owner, "method", self.method, ("qWD", "qW"))
         check_choice(owner, "replica", self.replica, ("full", "node"))
         check_choice(owner, "code", self.code, get_args(WeightCode))
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
@@ -123,7 +117,7 @@ class WeightQuantization:
         return self.bits == 4 and self.rounding == "nearest"
 
     def codec(self) -> CodecSpec:
-        """Codec of the weight (difference) messages."""
+        """Codec of the messages."""
         code: str = self.code
         if code == "auto":
             code = "nf4" if self._may_be_nf4() else "int"

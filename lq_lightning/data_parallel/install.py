@@ -24,11 +24,7 @@ from lq_lightning._compat.fsdp2 import (
 )
 from lq_lightning._compat.tensor_parallel import tensor_parallel_group
 from lq_lightning.codecs import derive_seed
-from lq_lightning.data_parallel.all_gather import (
-    QuantizedAllGather,
-    WeightAllGather,
-    WeightDifferenceAllGather,
-)
+from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
 from lq_lightning.data_parallel.communication import QuantizedCommunication, UnitCollectives
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.plan import (
@@ -70,7 +66,7 @@ def quantize_communication(
 
     Args:
         module: The root of the sharded model.
-        weights: Codec and method of the all-gather; ``None`` leaves FSDP2's own.
+        weights: Codec of the all-gather of weight differences; ``None`` leaves FSDP2's own.
         gradients: Codecs and method of the reduce-scatter; ``None`` leaves FSDP2's own. Embeddings
             and heads, which may have bits of their own, are :func:`embedding_params`.
         topology: Ranks and nodes that shard ``module``; ``Topology.of(mesh, node_size=...)`` reads
@@ -100,8 +96,7 @@ def quantize_communication(
     vocabulary = embedding_params(module) if vocabulary is None else vocabulary
     device = next(module.parameters()).device
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
-    differences = weights is not None and weights.method == "qWD"
-    consensus = _make_consensus(module, groups.every, device) if differences else None
+    consensus = None if weights is None else _make_consensus(module, groups.every, device)
     context = UnitContext(
         topology=topology,
         groups=groups,
@@ -234,14 +229,10 @@ def _install_gather(
     weights: WeightQuantization | None,
     consensus: StaleReplicaConsensus | None,
     place: tuple[ReplicaMemory, int],
-) -> QuantizedAllGather | None:
-    if weights is None:
+) -> WeightDifferenceAllGather | None:
+    if weights is None or consensus is None:
         return None
-    gather: QuantizedAllGather
-    if consensus is None:
-        gather = WeightAllGather(weights, unit)
-    else:
-        gather = WeightDifferenceAllGather(weights, unit, consensus, *place)
-        bypass_all_gather(group, gather.read)
+    gather = WeightDifferenceAllGather(weights, unit, consensus, *place)
+    bypass_all_gather(group, gather.read)
     module.set_custom_all_gather(gather)
     return gather

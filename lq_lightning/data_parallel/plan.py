@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel.all_gather import QuantizedAllGather
+from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.unit import Unit
@@ -148,11 +148,9 @@ def describe_weights(config: WeightQuantization | None) -> str:
     if config is None:
         return "full precision"
     codec = config.codec()
-    what = "differences" if config.method == "qWD" else "weights"
-    where = f", replica={config.replica}" if config.method == "qWD" else ""
     return (
-        f"{config.method}: {config.bits}-bit {what} ({codec.name}), {config.rounding} "
-        f"rounding, groups of {codec.group_size}{where}"
+        f"qWD: {config.bits}-bit differences ({codec.name}), {config.rounding} rounding, groups of "
+        f"{codec.group_size}, replica={config.replica}"
     )
 
 
@@ -194,7 +192,7 @@ def describe_gradients(
 
 def plan_unit(
     unit: Unit,
-    gather: QuantizedAllGather | None,
+    gather: WeightDifferenceAllGather | None,
     scatter: TwoLevelReduceScatter | None,
     tied: Mapping[str, tuple[str, ...]],
 ) -> Iterator[TensorPlan]:

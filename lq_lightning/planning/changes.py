@@ -139,7 +139,7 @@ def _exchange(options: RunOptions, machine: Machine) -> Iterator[Change]:
     fast = topology.num_nodes == 1 and machine.nvlink  # the link is no bottleneck
     if weights is not None:
         yield Change('weights="none"', "weights", {"weights": "none"})
-        if weights.method == "qWD" and topology.node_size > 1:
+        if topology.node_size > 1:
             yield _other_replica(options, weights)
     elif not fast:
         yield Change('weights="qWD"', "codes", {"weights": "qWD"}, "more")

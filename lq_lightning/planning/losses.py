@@ -123,7 +123,6 @@ LOSSES: tuple[Loss, ...] = (
     Loss("gpt_long", "TLq-HS", 1, +0.203, 0.156, (_G4,)),
     Loss("gpt_long", "SDP4Bit vocabulary 8", 1, +0.012, 0.156, (_INT4, _G8)),
     Loss("gpt_long", "SDP4Bit 2 bits", 1, +3.730, 0.156, (_INT4, "gradients TLq-HS int2/128")),
-    Loss("gpt_long", "qW", 1, +2.139, 0.156, ("weights int4/2048",)),
     Loss("gpt_long", "AdamW expanded_fp8", 1, +0.017, 0.156, (_STATES,), _NEAREST),
     Loss("gpt_long", "AdamW dynamic8", 1, +0.079, 0.156, ("states dynamic8",), _NEAREST),
     Loss("gpt_long", "AdamW fp8", 1, -0.182, 0.156, ("states fp8",), _NEAREST),

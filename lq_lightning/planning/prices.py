@@ -76,8 +76,8 @@ def quantized_parts(options: RunOptions, cluster: Machine) -> tuple[str, ...]:
 def _exchanged(options: RunOptions, cluster: Machine) -> Iterator[str]:
     weights, gradients = options.collectives(cluster)
     if weights is not None:
-        codec, kind = weights.codec(), "differences" if weights.method == "qWD" else "weights"
-        yield f"{kind} {codec.name}/{codec.group_size}{_rounding(weights.rounding)}"
+        codec = weights.codec()
+        yield f"differences {codec.name}/{codec.group_size}{_rounding(weights.rounding)}"
     if gradients is not None:
         yield _gradients(gradients, "inter" in options.topology(cluster).levels)
         if options.accumulates and options.reduce_every_microbatch:

@@ -23,7 +23,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
 """Classes or modules by name, or a predicate over modules, or ``None`` to find repeated blocks."""
 
-WeightName = Literal["auto", "qWD", "qW", "none"]
+WeightName = Literal["auto", "qWD", "none"]
 GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
 ReplicaName = Literal["auto", "full", "node"]
 

@@ -212,9 +212,9 @@ Auto = Literal["auto"]
 
 
 class WeightOption(NamedTuple):
-    """A weight method by name, with a replica mode, either of them perhaps still to be chosen."""
+    """Weights by name, with a replica mode, either of them perhaps still to be chosen."""
 
-    method: Literal["auto", "qWD", "qW"]
+    name: Literal["auto", "qWD"]
     replica: Literal["auto", "full", "node"]
 
 
@@ -244,8 +244,7 @@ def read_options(
         weights = None
     elif not isinstance(weights, WeightQuantization):
         is_open = "auto" in (weights, replica)
-        make = WeightOption if is_open else WeightQuantization
-        weights = make(method=weights, replica=replica)
+        weights = WeightOption(weights, replica) if is_open else WeightQuantization(replica=replica)
     if gradients == "none":
         gradients = None
     elif gradients != "auto" and not isinstance(gradients, GradientQuantization):
@@ -276,18 +275,16 @@ def choose_quantization(
         gradients = None if fast else GradientQuantization()
         notes.append(f"gradients={'none' if fast else GradientQuantization().method!r}")
     if isinstance(weights, WeightOption):
-        method, replica = weights
-        if method == "auto":
-            method = "qWD"
-            notes.append(f"weights={'none' if fast else method!r}")
+        name, replica = weights
+        if name == "auto":
+            notes.append(f"weights={'none' if fast else 'qWD'!r}")
             if fast:
                 return None, gradients, _reason(notes, topology, nvlink)
         if replica == "auto":
             shared = nvlink and topology.num_nodes > 1 and topology.node_size > 1
             replica = "node" if shared else "full"
-            if method == "qWD":
-                notes.append(f"replica={replica!r}")
-        weights = WeightQuantization(method=method, replica=replica)
+            notes.append(f"replica={replica!r}")
+        weights = WeightQuantization(replica=replica)
     return weights, gradients, _reason(notes, topology, nvlink)
 
 
@@ -364,7 +361,7 @@ class QuantizedCollectives(StrategyPart):
         )
         if isinstance(self._given.get("weights"), WeightQuantization):
             self.warn_without_effect(("replica",), "the `WeightQuantization` brings its own")
-        elif weights is None or weights.method != "qWD":
+        elif weights is None:
             self.warn_without_effect(("replica",), 'only `weights="qWD"` keeps replicas')
         if reason:
             rank_zero_info(f"{self._owner} {reason}")

@@ -35,10 +35,9 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
 
     Args:
         weights: Weight all-gather: ``"qWD"`` sends 4-bit differences from the weights that every
-            rank already holds, once per optimizer step; ``"qW"`` sends 4-bit weights in every
-            all-gather (loses accuracy, for comparison); ``"none"`` is FSDP2's own. ``"auto"`` is
-            ``"none"`` on one node whose GPUs are all linked by NVLink, ``"qWD"`` anywhere else. Or
-            a full ``WeightQuantization``.
+            rank already holds, once per optimizer step; ``"none"`` is FSDP2's own.
+            ``"auto"`` is ``"none"`` on one node whose GPUs are all linked by NVLink, ``"qWD"``
+            anywhere else. Or a full ``WeightQuantization``.
         gradients: Gradient reduce-scatter: ``"TLq-HS"`` uses 8 bits within a node and 4 bits
             between nodes (more for embeddings and heads) after a Hadamard transform; ``"TLq"``
             omits the transform; ``"ULq"`` uses 4 bits everywhere; ``"QuanGrad"`` 8 bits everywhere
@@ -93,7 +92,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
 
     def __init__(
         self,
-        weights: Literal["auto", "qWD", "qW", "none"] | WeightQuantization = "auto",
+        weights: Literal["auto", "qWD", "none"] | WeightQuantization = "auto",
         gradients: Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
         | GradientQuantization = "auto",
         replica: Literal["auto", "full", "node"] = "auto",

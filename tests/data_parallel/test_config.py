@@ -17,7 +17,6 @@ from lq_lightning.data_parallel.plan import describe_gradients, describe_weights
 # by class: options, and what the error says
 REFUSED: dict[type, list[tuple[dict[str, object], str]]] = {
     WeightQuantization: [
-        ({"method": "qwd"}, r"method='qwd'.*'qWD', 'qW'"),
         ({"bits": 1}, "bits=1.*2 to 8"),
         ({"bits": 9}, "bits=9.*2 to 8"),
         ({"replica": "rank"}, r"replica='rank'.*'full', 'node'"),
@@ -90,7 +89,7 @@ def test_unknown_option_is_an_error() -> None:
         ({"code": "int"}, "int4", 4.125, 0.118),
         ({"code": "int", "group_size": 2048}, "int4", 4.0078125, 0.151),  # the paper's
         ({"rounding": "stochastic"}, "int4", 4.125, 0.166),
-        ({"bits": 8, "method": "qW"}, "int8", 8.125, 0.0065),
+        ({"bits": 8}, "int8", 8.125, 0.0065),
         ({"code": "fp4_e2m1"}, "fp4_e2m1", 4.125, 0.1095),
         ({"code": "mxfp4"}, "fp4_e2m1", 4.25, 0.1155),
         ({"code": "fp8_e4m3", "bits": 8}, "fp8_e4m3", 8.125, 0.0257),

@@ -68,26 +68,6 @@ def _exchanges(
     assert communication.external_weight_updates == {}
 
 
-def _plain_weights(rank: int, world: int, node_size: int, dtype: torch.dtype) -> None:
-    config = WeightQuantization(method="qW")
-    model, communication = build_normed(node_size, weights=config, dtype=dtype)
-    torch.manual_seed(rank)
-    for _ in range(2):
-        _update(model)
-        values, main = _gathered(model), _main(model, dtype)
-        again = _gathered(model)
-        assert all(torch.equal(value, again[name]) for name, value in values.items())
-        assert same_on_all_ranks(list(values.values()))
-        for name, value in values.items():
-            if value.ndim == 1:
-                assert torch.equal(value, main[name]), name
-            else:
-                gap = (value - main[name]).abs().max()
-                assert 1e-3 < gap < main[name].abs().max() / 7, (name, gap)
-    assert communication.traffic().exchanges == 2 * 2, "qW encodes at every gather"
-    assert communication.replica_state_dict() == {}
-
-
 def _infinite_weights(rank: int, world: int, replica: str) -> None:
     """Some models mask with weights of minus infinity; they must not reach the next matrix."""
     config = WeightQuantization(replica=replica)  # type: ignore[arg-type]
@@ -235,11 +215,9 @@ test_on_ranks = rank_tests(
     on_both(_exchanges, 4, 2, "node", torch.bfloat16, ()),
     on_ranks(_exchanges, 2, 1, "full", torch.bfloat16, ("norm1",)),
     on_ranks(_exchanges, 2, 1, "node", torch.bfloat16, ("norm1", "b")),
-    on_ranks(_plain_weights, 4, 2, torch.bfloat16),
     on_ranks(_infinite_weights, 2, "node"),
     on_gpus(_exchanges, 2, 1, "full", torch.bfloat16, ()),
     on_gpus(_exchanges, 2, 1, "node", torch.bfloat16, ("norm1",)),
-    on_gpus(_plain_weights, 2, 1, torch.bfloat16),
     on_gpus(_infinite_weights, 2, "full"),
     on_ranks(_reduces, 2, 2, torch.float32),
     on_ranks(_reduces, 2, 1, torch.bfloat16),

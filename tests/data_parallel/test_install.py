@@ -15,7 +15,6 @@ from lq_lightning.data_parallel import (
     CommunicationPlan,
     TensorPlan,
     Topology,
-    WeightQuantization,
     install,
     quantize_communication,
 )
@@ -39,8 +38,8 @@ def test_refuses_what_it_cannot_do() -> None:
         quantize_communication(model, **options, topology=wrong)
 
 
-@pytest.mark.parametrize("method", ["qWD", "qW", None])
-def test_only_differences_need_votes(monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+@pytest.mark.parametrize("weights", [QWD, None])
+def test_only_differences_need_votes(monkeypatch: pytest.MonkeyPatch, weights: Any) -> None:
     """A process group takes memory on a GPU, and watching passes is a change to FSDP2."""
     pretend_ranks(2)
     made: list[Any] = []
@@ -50,11 +49,10 @@ def test_only_differences_need_votes(monkeypatch: pytest.MonkeyPatch, method: An
         return group
 
     monkeypatch.setattr(install, "shared_split", split)
-    weights = None if method is None else WeightQuantization(method=method, group_size=64)
     model, _, communication = build(weights=weights, gradients=TLQ_HS)
     watched = ["_root_pre_forward" in vars(unit._get_fsdp_state()) for unit in units(model)]
-    assert set(watched) == {method == "qWD"}
-    assert made == ([[[0, 1]]] if method == "qWD" else [])
+    assert set(watched) == {weights is not None}
+    assert made == ([] if weights is None else [[[0, 1]]])
     assert communication.external_weight_updates == {}
     assert communication.replica_state_dict() == {}
 

@@ -18,7 +18,7 @@ from lq_lightning.data_parallel import (
     all_gather,
     install,
 )
-from lq_lightning.data_parallel.all_gather import QuantizedAllGather, WeightDifferenceAllGather
+from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
 from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
 from lq_lightning.data_parallel.unit import MessageLayout, Run
 
@@ -59,14 +59,14 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def gather(output: Tensor, input: Tensor, group: Any) -> None:
         output.view(group.size(), -1).copy_(input.clone())
 
-    encode_slots = QuantizedAllGather._encode
+    encode_slots = WeightDifferenceAllGather._encode
 
-    def counted(self: Any, layout: Any, slots: Tensor, reference: Tensor | None) -> Tensor:
+    def counted(self: Any, layout: Any, slots: Tensor, reference: Tensor) -> Tensor:
         counts.append(len(slots))
         return encode_slots(self, layout, slots, reference)
 
     monkeypatch.setattr(all_gather, "all_gather_flat", gather)
-    monkeypatch.setattr(QuantizedAllGather, "_encode", counted)
+    monkeypatch.setattr(WeightDifferenceAllGather, "_encode", counted)
     send = WeightDifferenceAllGather.send_exchange
 
     def sent(self: Any, exchange: Any) -> Tensor:
@@ -231,10 +231,7 @@ def test_only_gathers_of_the_shards_of_all_ranks_make_replicas(
 
 
 @pytest.mark.parametrize(("local", "nodes", "units"), [(1, 3, 4), (2, 1, 3), (2, 3, 4), (3, 2, 1)])
-@pytest.mark.parametrize("add", [False, True])
-def test_messages_of_all_units_nodes_and_ranks(
-    local: int, nodes: int, units: int, add: bool
-) -> None:
+def test_messages_of_all_units_nodes_and_ranks(local: int, nodes: int, units: int) -> None:
     spec = CodecSpec(code="int4", group_size=64)
     gap = Run(100, 5, False)
     layout = MessageLayout([Run(0, 300, True, (gap,)), Run(300, 7, False)], [spec], torch.float32)
@@ -248,7 +245,7 @@ def test_messages_of_all_units_nodes_and_ranks(
         layout.exact_to_messages(value, message)
         encode(spec, value[None, :300], out=layout.part(message[None], 0))
         one = message[None, None, None]
-        QuantizedAllGather._decode(layout, one, target[None, None], add=add)
+        WeightDifferenceAllGather._decode(layout, one, target[None, None])
         assert torch.equal(target[300:], layout.exact(message)[5:])
-    QuantizedAllGather._decode(layout, messages, slots, add=add)
+    WeightDifferenceAllGather._decode(layout, messages, slots)
     assert torch.equal(slots, expected)

@@ -248,7 +248,7 @@ def _warns(rank: int, world: int, root: str) -> None:
     given = r"weights='qWD', gradients=GradientQuantization\(vocabulary_bits=8\)\)` has no effect"
     fit(TinyModule(), eight, f"{given}: every node is one rank", **alone)
     config = WeightQuantization(bits=3)
-    for weights, why in ((config, "brings its own"), ("qW", "keeps replicas")):
+    for weights, why in ((config, "brings its own"), ("none", "keeps replicas")):
         message = rf"Strategy\(replica='node'\)` has no effect.*{why}"
         fit(TinyModule(), GradientQuantization(), message, weights=weights, replica="node")
     fit(WithoutEmbedding(), GradientQuantization(), "", node_size=1, min_quantized_numel=2000)

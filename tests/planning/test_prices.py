@@ -224,7 +224,6 @@ PIPELINE: dict[str, Any] = {"strategy": "quantized_pipeline", "pipeline_size": 4
         ({"strategy": "DDPStrategy", "all_reduce": True}, TWO_NODES, ("all-reduce in 8 bits",)),
         ({**PLAIN, "gradients": "TLq-HS"}, TWO_NODES, (DEFAULT[1],)),
         ({**PLAIN, "weights": LONG_GROUPS}, TWO_NODES, ("differences int4/2048",)),
-        ({**PLAIN, "weights": "qW"}, TWO_NODES, ("weights nf4/128",)),
         (
             {**PLAIN, "gradients": "TLq-HS"},
             ONE_NODE,

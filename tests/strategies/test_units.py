@@ -187,7 +187,7 @@ def test_parameters_that_cannot_be_sharded_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "qwd"}, r"weights='qwd'.*'auto', 'qWD', 'qW', 'none'"),
+        ({"weights": "qW"}, r"weights='qW'.*'auto', 'qWD', 'none', or give a `WeightQuantization`"),
         (
             {"gradients": "TLQ"},
             r"gradients='TLQ'.*'auto', 'TLq-HS', 'TLq', 'ULq', 'QuanGrad', 'none'",
