@@ -184,7 +184,7 @@ MOMENTS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "E4M3+Expand": partial(emulated_fp8, torch.float8_e4m3fn, True),
     "E5M2": partial(emulated_fp8, torch.float8_e5m2, False),
     "E5M2+Expand": partial(emulated_fp8, torch.float8_e5m2, True),
-    **{name: partial(own_format, name) for name in ("expanded_fp8", "fp8", "dynamic8", "int8")},
+    **{name: partial(own_format, name) for name in ("expanded_fp8", "dynamic8")},
 }
 
 

@@ -29,8 +29,8 @@ decoding and encoding take a few integer operations on bit patterns.
   around zero, then ever wider. n is the largest for which the first level is at most twice the
   group's smallest value: 7 octaves with 7 bits, 34 with 2.
 
-The plain formats have a codebook, increasing numbers in ``[0, 1]``, times the scale. It is the
-largest magnitude, rounded up to bf16 if signed and to a power of two if not, which seldom changes.
+``dynamic8`` has a codebook, increasing numbers in ``[0, 1]``, times the scale: the largest
+magnitude, rounded up to bf16 if signed and to a power of two if not, which seldom changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,7 +52,6 @@ MOST_MANTISSA_BITS = 7
 LEAST_MANTISSA_BITS = 2
 SIGNED_CODES = 127
 UNSIGNED_CODES = 255
-E4M3_MAX = 448.0
 
 # Bit patterns of the smallest normal number and of the largest scale, 2**126, whose reciprocal is
 # normal too.
@@ -63,9 +61,6 @@ LARGEST_SCALE_BITS = 0x7E800000
 _CPU = torch.device("cpu")
 
 
-Spacing = Literal["split", "floating", "linear", "dynamic"]
-
-
 @dataclass(frozen=True, slots=True)
 class StateFormat:
     """Format of the codes of one state.
@@ -73,13 +68,10 @@ class StateFormat:
     Attributes:
         name: a name of ``FORMATS``.
         signed: bit 7 of a code is the sign; otherwise it belongs to the level.
-        spacing: spacing of the levels: ``"split"`` are those that a group chooses,
-            ``"floating"`` E4M3's, ``"dynamic"`` parts of decades.
     """
 
     name: str
     signed: bool
-    spacing: Spacing
 
     @property
     def quantized(self) -> bool:
@@ -88,13 +80,18 @@ class StateFormat:
 
     @property
     def expanded(self) -> bool:
-        """Whether a group has an exponent, and no codebook."""
-        return self.spacing == "split"
+        """Whether a group has an exponent, with which it chooses its levels."""
+        return self.name == "expanded_fp8"
+
+    @property
+    def has_codebook(self) -> bool:
+        """Whether the levels of all groups are those of a codebook."""
+        return self.name == "dynamic8"
 
     @property
     def num_levels(self) -> int:
         """Magnitudes of a codebook, a power of two."""
-        return 128 if self.signed or self.name == "fp8" else 256
+        return 128 if self.signed else 256
 
     @property
     def num_codes(self) -> int:
@@ -109,26 +106,21 @@ class StateFormat:
         return 1.0 + constants * groups_per_row(length) / length
 
 
-FORMATS: tuple[str, ...] = ("expanded_fp8", "fp8", "dynamic8", "int8", "float32")
-_SPACINGS: dict[str, Spacing] = {
-    "expanded_fp8": "split",
-    "fp8": "floating",
-    "dynamic8": "dynamic",
-}
+FORMATS: tuple[str, ...] = ("expanded_fp8", "dynamic8", "float32")
 
 
 @lru_cache(maxsize=32)
 def state_format(name: str, signed: bool) -> StateFormat:
     """Return a format by its name.
 
-    ``expanded_fp8`` is FP8 with a dynamic range by group, ``fp8`` E4M3, ``dynamic8`` the dynamic
-    map, ``int8`` linear, and ``float32`` no codes. Another name raises ``ValueError``.
+    ``expanded_fp8`` is FP8 with a dynamic range by group, ``dynamic8`` the dynamic map, and
+    ``float32`` no codes. Another name raises ``ValueError``.
     """
     if name not in FORMATS:
         raise ValueError(
             f"state format {name!r} is not known; allowed: {', '.join(FORMATS)}. Choose one."
         )
-    return StateFormat(name, signed, _SPACINGS.get(name, "linear"))
+    return StateFormat(name, signed)
 
 
 def row_length(shape: Sequence[int]) -> int:
@@ -141,32 +133,11 @@ def groups_per_row(length: int) -> int:
     return -(-length // GROUP_SIZE)
 
 
-def _e4m3_levels() -> Tensor:
-    codes = torch.arange(127, dtype=torch.float64, device=_CPU)
-    exponent, fraction = codes.div(8, rounding_mode="floor"), codes % 8
-    normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
-    levels = torch.where(exponent == 0, fraction * 2.0**-9, normal) / E4M3_MAX
-    return torch.cat([levels, levels[-1:]])  # code 127 is NaN in E4M3 and not used
-
-
-def _dynamic_levels(signed: bool) -> Tensor:
-    """Seven decades, each cut evenly in twice as many parts as the one below; zero and one."""
-    levels = [0.0]
-    for decade in range(7):
-        parts = 2 ** (decade if signed else decade + 1)
-        edges = torch.linspace(0.1, 1.0, parts + 1, dtype=torch.float64, device=_CPU)
-        middles: list[float] = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-        levels += middles
-    if signed:
-        levels[-1] = 1.0  # no code is left for it
-    else:
-        levels.append(1.0)
-    return torch.tensor(levels, dtype=torch.float64, device=_CPU)
-
-
 @lru_cache(maxsize=32)
 def codebook(fmt: StateFormat, device: torch.device) -> Tensor:
-    """Return the levels of a format that is not expanded.
+    """Return the levels of ``dynamic8``: zero, parts of seven decades, and one.
+
+    Each decade is cut evenly in twice as many parts as the one below.
 
     Returns:
         ``[fmt.num_codes]`` fp32 on ``device``, the magnitudes first.
@@ -174,15 +145,19 @@ def codebook(fmt: StateFormat, device: torch.device) -> Tensor:
     Source: the dynamic map of 8-bit optimizers (Dettmers et al.), except that a signed state has
     the magnitude 1 in place of 0.993.
     """
-    if fmt.spacing == "floating":
-        levels = _e4m3_levels()
-    elif fmt.spacing == "dynamic":
-        levels = _dynamic_levels(fmt.signed)
-    elif fmt.name == "int8":
-        steps = torch.arange(fmt.num_levels, dtype=torch.float64, device=_CPU)
-        levels = steps / (fmt.num_levels - 1)
-    else:
+    if not fmt.has_codebook:
         raise AssertionError(f"{fmt} has no codebook")
+    found = [0.0]
+    for decade in range(7):
+        parts = 2 ** (decade if fmt.signed else decade + 1)
+        edges = torch.linspace(0.1, 1.0, parts + 1, dtype=torch.float64, device=_CPU)
+        middles: list[float] = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+        found += middles
+    if fmt.signed:
+        found[-1] = 1.0  # no code is left for it
+    else:
+        found.append(1.0)
+    levels = torch.tensor(found, dtype=torch.float64, device=_CPU)
     if fmt.signed:
         levels = torch.cat([levels, -levels])
     return levels.float().to(device)
@@ -193,12 +168,6 @@ def level_pairs(fmt: StateFormat, device: torch.device) -> Tensor:
     """Return the magnitudes of a codebook, each with the next one: ``[fmt.num_levels, 2]`` fp32."""
     levels = codebook(fmt, device)[: fmt.num_levels]
     return torch.stack([levels, levels.roll(-1)], dim=1)
-
-
-def reciprocal_parts(divisor: float) -> tuple[float, float]:
-    """Return the reciprocal rounded to fp32, and what that leaves."""
-    rounded = torch.tensor(1.0 / divisor, dtype=torch.float32, device=_CPU).item()
-    return rounded, 1.0 / divisor - rounded
 
 
 @lru_cache(maxsize=2)

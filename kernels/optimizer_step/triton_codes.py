@@ -1,11 +1,10 @@
 """Codes of groups of values in Triton, bit-identical to ``reference.py``.
 
-The codes of the split are integer arithmetic. In a codebook the level below a value is predicted:
-every spacing has a function that maps ``|x| / scale`` to the number of that level. It is computed
-approximately, to 2.7e-4 of the distance between levels or better, and may choose the wrong side of
-a level that is next to the value. The value is then compared with a point between the two levels
-around it, which lies at least ``LEAST_NOISE`` = 4.9e-4 of the way from either, so that both choices
-lead to the same code.
+The codes of the split are integer arithmetic. In the codebook the level below a value is predicted:
+a function maps ``|x| / scale`` to the number of that level. It is computed approximately, to 2.7e-4
+of the distance between levels or better, and may choose the wrong side of a level that is next to
+the value. The value is then compared with a point between the two levels around it, which lies at
+least ``LEAST_NOISE`` = 4.9e-4 of the way from either, so that both choices lead to the same code.
 
 A program is one warp, which holds groups of 128 elements in a tile ``[32 // AT_ONCE, AT_ONCE,
 AT_ONCE, 4]``: lane, group, part of a group and element. So many lanes share a group and own four
@@ -27,7 +26,6 @@ import triton.language as tl
 
 from lq_lightning.kernels.activation.triton_arithmetic import exp2, log2, reciprocal
 from lq_lightning.kernels.optimizer_step.formats import (
-    E4M3_MAX,
     GROUP_SIZE,
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
@@ -36,7 +34,6 @@ from lq_lightning.kernels.optimizer_step.formats import (
     SMALLEST_BITS,
     UNSIGNED_CODES,
     StateFormat,
-    reciprocal_parts,
     widest_spans,
 )
 from lq_lightning.kernels.optimizer_step.reference import LEAST_NOISE, STREAMS, STRIDE
@@ -118,10 +115,6 @@ _MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
 _LEAST_NOISE = tl.constexpr(LEAST_NOISE)
 # Below every level but zero, in units of the scale, and with a logarithm.
 _LEAST_RATIO = tl.constexpr(2.0**-23)
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_OVER_E4M3_MAX = tl.constexpr(reciprocal_parts(E4M3_MAX * 2.0**-120))
-_OVER_127 = tl.constexpr(reciprocal_parts(127.0))
-_OVER_255 = tl.constexpr(reciprocal_parts(255.0))
 # Adding it rounds an fp32 of small magnitude to an integer, which is then in the low bits.
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
@@ -133,7 +126,7 @@ _LOWEST_DECADE = tl.constexpr(6 * math.log2(10.0) - math.log2(0.9))
 _NEXT_DECADE = tl.constexpr(1.0 - math.log2(10.0))
 
 
-# --- levels of codebooks --------------------------------------------------------------------------
+# --- levels of the codebook -----------------------------------------------------------------------
 
 
 @triton.constexpr_function
@@ -162,7 +155,7 @@ def nearby_levels(levels_ptr, FORMAT: tl.constexpr):
     There an address takes one instruction instead of three, and a look-up does not wait for the
     tags of as many cache lines as the lanes need.
     """
-    if FORMAT.spacing != "dynamic" or _INTERPRETED:
+    if not FORMAT.has_codebook or _INTERPRETED:
         levels = levels_ptr
     else:
         ASM: tl.constexpr = _copying(FORMAT)
@@ -173,23 +166,9 @@ def nearby_levels(levels_ptr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _quotient(x, DIVISOR: tl.constexpr, RECIPROCAL: tl.constexpr):
-    """``x / DIVISOR``, correctly rounded for all levels of int8 and E4M3."""
-    return tl.div_rn(x, DIVISOR) if _INTERPRETED else tl.fma(x, RECIPROCAL[0], x * RECIPROCAL[1])
-
-
-@triton.jit
 def _level(number, levels, FORMAT: tl.constexpr):
     """The level of that number, in units of the scale; ``formats.codebook``."""
-    if FORMAT.spacing == "floating":
-        # Three mantissa bits make of the number the bits of a float with E4M3's exponents.
-        small = (number << 20).to(tl.float32, bitcast=True)
-        level = _quotient(small, _E4M3_MAX * 2.0**-120, _OVER_E4M3_MAX)
-    elif FORMAT.spacing == "linear":
-        LARGEST: tl.constexpr = FORMAT.num_levels - 1
-        RECIPROCAL: tl.constexpr = _OVER_127 if FORMAT.signed else _OVER_255
-        level = _quotient(number.to(tl.float32), LARGEST * 1.0, RECIPROCAL)
-    elif _INTERPRETED:
+    if _INTERPRETED:
         level = tl.load(levels + 2 * number)
     else:
         level = tl.inline_asm_elementwise(
@@ -200,12 +179,9 @@ def _level(number, levels, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _two_levels(number, levels, FORMAT: tl.constexpr):
+def _two_levels(number, levels):
     """The level of that number of ``_level_below`` and the next one."""
-    if FORMAT.spacing != "dynamic":
-        low = _level(number, levels, FORMAT)
-        high = _level(number + 1, levels, FORMAT)
-    elif _INTERPRETED:
+    if _INTERPRETED:
         low = tl.load(levels + 2 * (number - _ROUNDER_BITS))
         high = tl.load(levels + 2 * (number - _ROUNDER_BITS) + 1)
     else:
@@ -330,33 +306,22 @@ def _unsigned_split(bits, largest, span, special, noise):
 def _level_below(ratio, FORMAT: tl.constexpr):
     """Number of the level at or below ``ratio``, which is at least 2**-23, or next to that.
 
-    In the dynamic map more by ``_ROUNDER_BITS``, of which the low byte is zero.
+    More by ``_ROUNDER_BITS``, of which the low byte is zero.
     """
+    # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
+    # (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the number of a
+    # decade's first level is P, less one without signs. A ratio just above a power of ten may count
+    # for the decade below: the level below it is the same.
+    WIDER: tl.constexpr = 0 if FORMAT.signed else 1
+    decade = tl.fma(log2(ratio), _LOG10_2, 6.499) + _ROUNDER
+    parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
+    decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
+    z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
+    z = tl.fma(ratio, exp2(decade), z)
+    # Rounded half a level below what is meant, which never ends below zero.
     LAST: tl.constexpr = FORMAT.num_levels - 2
-    if FORMAT.spacing == "floating":
-        # The bits of a number that has the exponents of E4M3.
-        number = (ratio * (_E4M3_MAX * 2.0**-120)).to(tl.int32, bitcast=True) >> 20
-        number = tl.minimum(number, LAST)
-    else:
-        if FORMAT.spacing == "linear":
-            z = ratio * (FORMAT.num_levels - 1.0) - 0.5
-        else:
-            # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
-            # (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the
-            # number of a decade's first level is P, less one without signs. A ratio just above a
-            # power of ten may count for the decade below: the level below it is the same.
-            WIDER: tl.constexpr = 0 if FORMAT.signed else 1
-            decade = tl.fma(log2(ratio), _LOG10_2, 6.499) + _ROUNDER
-            parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
-            decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
-            z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
-            z = tl.fma(ratio, exp2(decade), z)
-        # Rounded half a level below what is meant, which never ends below zero.
-        z = tl.minimum(z, LAST) + _ROUNDER
-        number = z.to(tl.int32, bitcast=True)
-        if FORMAT.spacing == "linear":
-            number -= _ROUNDER_BITS
-    return number
+    z = tl.minimum(z, LAST) + _ROUNDER
+    return z.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -366,13 +331,12 @@ def _level_codes(bits, scale_bits, special, levels, noise, FORMAT: tl.constexpr)
     size = bits.to(tl.float32, bitcast=True)
     chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     chance = tl.minimum(chance, 1.0 - _LEAST_NOISE)
-    FIRST: tl.constexpr = _ROUNDER_BITS if FORMAT.spacing == "dynamic" else 0
     if FORMAT.signed:
         ratio = tl.maximum(size * reciprocal(scale), _LEAST_RATIO)
         number = _level_below(ratio, FORMAT)
-        low, high = _two_levels(number, levels, FORMAT)
+        low, high = _two_levels(number, levels)
         low = low * scale
-        chance = tl.maximum(chance, tl.where(number == FIRST, 0.5, _LEAST_NOISE))
+        chance = tl.maximum(chance, tl.where(number == _ROUNDER_BITS, 0.5, _LEAST_NOISE))
         codes = number + (chance * (high * scale - low) < size - low).to(tl.int32)
     else:
         # The scale is a power of two: exact. What is raised is still below the first level above
@@ -380,7 +344,7 @@ def _level_codes(bits, scale_bits, special, levels, noise, FORMAT: tl.constexpr)
         ratio = size * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
         ratio = tl.maximum(ratio, _LEAST_RATIO)
         number = _level_below(ratio, FORMAT)
-        low, high = _two_levels(number, levels, FORMAT)
+        low, high = _two_levels(number, levels)
         chance = tl.maximum(chance, _LEAST_NOISE)
         upper = chance * ((high - low) * (ratio + low)) < (ratio - low) * (high + low)
         zeros = tl.where(special, 0x7FFFFFFF, _SMALLEST_BITS - 1)

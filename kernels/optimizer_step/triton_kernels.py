@@ -314,8 +314,8 @@ def _fixed_columns(
 def _groups_at_once(formats: Sequence[StateFormat], rounded: bool) -> int:
     """Number of groups a program works on at a time; the fastest on an H200.
 
-    More leave less to compute per group, and take more registers: with 8 groups and levels of
-    codebooks they are spilled, which takes twice as long.
+    More leave less to compute per group, and take more registers: with 8 groups and levels of a
+    codebook they are spilled, which takes twice as long.
     """
     if len(formats) == 1 or not all(fmt.expanded for fmt in formats):
         return 2
@@ -386,8 +386,7 @@ def launch_optimizer_step(
         programs = _programs(groups, per_program, kind.device)
         first, second = kind.formats[0], kind.formats[-1]
         books = [
-            level_pairs(fmt, kind.device) if fmt.spacing == "dynamic" else table
-            for fmt in (first, second)
+            level_pairs(fmt, kind.device) if fmt.has_codebook else table for fmt in (first, second)
         ]
         with on_device(grads[chosen[0]]):
             optimizer_step_kernel[(len(programs),)](

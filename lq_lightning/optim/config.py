@@ -13,7 +13,7 @@ from lq_lightning.foundation.checks import check_choice, is_whole
 from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.kernels.optimizer_step.formats import StateFormat, row_length, state_format
 
-StateCode = Literal["expanded_fp8", "fp8", "dynamic8", "int8", "float32"]
+StateCode = Literal["expanded_fp8", "dynamic8", "float32"]
 
 FORMAT_VERSION = 2
 STAMP = "quantization"  # key in parameter groups
@@ -33,11 +33,9 @@ class OptimizerQuantization:
     Attributes:
         first_moment: Format of ``exp_avg`` (AdamW, Adam, Lion) and of SGD's ``momentum_buffer``.
             ``"expanded_fp8"`` is FP8 with a dynamic range for every group, as in COAT;
-            ``"dynamic8"`` the dynamic map of 8-bit optimizers (Dettmers et al.); ``"fp8"`` and
-            ``"int8"`` are plain formats to compare with; ``"float32"`` stores no codes.
-        second_moment: Format of ``exp_avg_sq``. ``"int8"`` and ``"fp8"`` are for comparison only:
-            they store second moments that are small beside others of their group too large,
-            ``"int8"`` up to a 255th of the largest, and their updates become too small.
+            ``"dynamic8"`` the dynamic map of 8-bit optimizers (Dettmers et al.); ``"float32"``
+            stores no codes.
+        second_moment: Format of ``exp_avg_sq``.
         min_numel: Parameters with fewer elements, counted before sharding, keep fp32 states.
         quantize_embeddings: Whether to quantize the states of embedding weights too. They are known
             only where the module is given.
@@ -87,12 +85,13 @@ class OptimizerQuantization:
 
 def check_stamp(saved: str, config: OptimizerQuantization) -> None:
     """Raise ``ValueError`` for codes of a checkpoint in another version or format."""
-    version = saved.split("/")[0]
-    if version != str(FORMAT_VERSION):
+    version, *formats = saved.split("/")
+    known = get_args(StateCode)
+    if version != str(FORMAT_VERSION) or not set(formats) <= {*known}:
         raise ValueError(
             f"the optimizer state was saved in quantization format {saved!r}; this version of "
-            f"lq_lightning reads version {FORMAT_VERSION}. Load it with the version that saved it, "
-            "and save `full_precision_state_dict()` there."
+            f"lq_lightning reads version {FORMAT_VERSION} of {', '.join(known)}. Load it with the "
+            "version that saved it, and save `full_precision_state_dict()` there."
         )
     if saved != config.stamp:
         raise ValueError(

@@ -125,8 +125,6 @@ LOSSES: tuple[Loss, ...] = (
     Loss("gpt_long", "SDP4Bit 2 bits", 1, +3.730, 0.156, (_INT4, "gradients TLq-HS int2/128")),
     Loss("gpt_long", "AdamW expanded_fp8", 1, +0.017, 0.156, (_STATES,), _NEAREST),
     Loss("gpt_long", "AdamW dynamic8", 1, +0.079, 0.156, ("states dynamic8",), _NEAREST),
-    Loss("gpt_long", "AdamW fp8", 1, -0.182, 0.156, ("states fp8",), _NEAREST),
-    Loss("gpt_long", "AdamW int8", 1, +2.545, 0.156, ("states int8",), _NEAREST),
     Loss("gpt_beta2", "AdamW expanded_fp8", 1, -0.108, None, (_STATES,)),
     *_recipes(
         "recipes",

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,7 +33,7 @@ from lq_lightning.plugins.precision import FullyShardedPrecision, PrecisionName
 
 __all__ = ["QuantizedPrecision"]
 
-StateName = Literal["expanded_fp8", "dynamic8", "fp8", "int8", "none"]
+StateName = Literal["expanded_fp8", "dynamic8", "none"]
 BufferName = Literal["int8", "fp8_e4m3", "none"]
 
 
@@ -53,9 +53,9 @@ class QuantizedPrecision(FullyShardedPrecision):
         precision: ``"32-true"``, ``"bf16-true"`` or ``"bf16-mixed"``, in place of the Trainer's
             ``precision``, which cannot be given beside a plugin.
         optimizer_state: ``"expanded_fp8"`` is FP8 with dynamic range expansion (COAT §4), at most
-            2.2 bytes per parameter; ``"dynamic8"`` the 8-bit dynamic map; ``"fp8"`` and ``"int8"``
-            plain formats, to compare with; ``"none"`` leaves the optimizers alone. The second
-            moment has the same format. Or a full ``OptimizerQuantization``.
+            2.2 bytes per parameter; ``"dynamic8"`` the 8-bit dynamic map; ``"none"`` leaves
+            the optimizers alone. The second moment has the same format. Or a full
+            ``OptimizerQuantization``.
         gradient_buffer: ``"int8"`` has a scale per 32 values, 1.125 bytes per parameter;
             ``"fp8_e4m3"`` is the code of AGoQ §5; ``"none"`` accumulates in full precision. Or a
             ``CodecSpec``. Only used with automatic optimization and gradient accumulation.
@@ -161,12 +161,6 @@ class QuantizedPrecision(FullyShardedPrecision):
             f"{config.first_moment}/{config.second_moment} codes, {nbytes / 2**20:.1f} MiB before "
             "sharding" + (f"; in fp32: {reasons}" if kept else "")
         )
-        if len(twin.state_names) == 2 and config.second_moment in ("fp8", "int8"):
-            rank_zero_warn(
-                f'second moments in "{config.second_moment}" are stored too large where they are '
-                "small beside others of their group, which makes their updates too small. It is "
-                'there for comparisons: `second_moment="expanded_fp8"` trains like fp32.'
-            )
 
     @staticmethod
     def _accumulates(module: LightningModule) -> bool:

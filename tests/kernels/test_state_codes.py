@@ -10,13 +10,10 @@ from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.optimizer_step.formats import (
-    E4M3_MAX,
     FORMATS,
     GROUP_SIZE,
     StateFormat,
-    codebook,
     level_pairs,
-    reciprocal_parts,
     state_format,
 )
 from lq_lightning.kernels.optimizer_step.reference import (
@@ -70,7 +67,7 @@ def test_signed_codes_keep_the_mean(name: str, octaves: float) -> None:
 
 
 @pytest.mark.parametrize("octaves", [0.5, 6.0, 15.0, 60.0])
-@pytest.mark.parametrize("name", ["expanded_fp8", "dynamic8"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_unsigned_codes_keep_the_mean_of_the_logarithm(name: str, octaves: float) -> None:
     """Without the skew of the noise it would be lower by a sixtieth of a gap, with 60 octaves."""
     fmt = state_format(name, signed=False)
@@ -197,19 +194,6 @@ def test_noise_depends_on_position_only() -> None:
 # --- Triton ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("name", ["fp8", "int8"])
-def test_levels_are_quotients(name: str, signed: bool) -> None:
-    """The kernel multiplies by both parts of a reciprocal and rounds once."""
-    fmt = state_format(name, signed)
-    levels = codebook(fmt, CPU)[: fmt.num_levels - (name == "fp8")]
-    number = torch.arange(len(levels), dtype=torch.int32)
-    x = (number << 20).view(torch.float32) if name == "fp8" else number.float()
-    divisor = E4M3_MAX * 2.0**-120 if name == "fp8" else fmt.num_levels - 1.0
-    rounded, rest = reciprocal_parts(divisor)
-    assert torch.equal((x.double() * rounded + (x * rest).double()).float(), levels)
-
-
 @triton.jit
 def encode_kernel(
     x_ptr,
@@ -238,7 +222,7 @@ def encode(
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(x), dtype=torch.bfloat16, device=x.device)
     exponent = torch.empty(len(x), dtype=torch.uint8, device=x.device)
-    levels = level_pairs(fmt, x.device) if fmt.spacing == "dynamic" else x
+    levels = level_pairs(fmt, x.device) if fmt.has_codebook else x
     encode_kernel[(len(x) // at_once,)](
         *(x, noise, codes, scale.view(torch.uint16), exponent, levels),
         FORMAT=fmt,

@@ -17,7 +17,7 @@ from lq_lightning.optim import (
     QuantizedSGD,
 )
 
-FORMATS = ["expanded_fp8", "dynamic8", "fp8", "int8"]
+FORMATS = ["expanded_fp8", "dynamic8"]
 
 
 def config(name: str, **changes: Any) -> OptimizerQuantization:

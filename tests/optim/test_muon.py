@@ -119,7 +119,7 @@ def test_rounds_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal(trained(QuantizedMuon, quantization=CODES), expected)
 
 
-@pytest.mark.parametrize("code", ["expanded_fp8", "dynamic8", "int8", "fp8"])
+@pytest.mark.parametrize("code", ["expanded_fp8", "dynamic8"])
 def test_codes_stay_near_fp32(code: Any) -> None:
     """Singular values of a matrix of noise are moved a lot, so that the error grows with them."""
     weight, exact = (torch.zeros(64, 128).requires_grad_() for _ in range(2))

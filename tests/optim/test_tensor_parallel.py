@@ -206,7 +206,7 @@ CASES = [
     (torch.bfloat16, "expanded_fp8", 10),
     (torch.float32, "expanded_fp8", 10),
     (torch.float32, "float32", 10),
-    *((torch.float32, code, 2) for code in ("dynamic8", "fp8", "int8")),
+    (torch.float32, "dynamic8", 2),
 ]
 
 

@@ -159,7 +159,7 @@ def test_optimizers_take_what_was_measured() -> None:
     assert 1e3 * operator_seconds(fused_adamw, H200) == pytest.approx(
         cases["torch AdamW fused"]["time_ms"], rel=0.05
     )
-    case = cases["QuantizedAdamW fp8"]
+    case = cases["QuantizedAdamW expanded_fp8"]
     ours = operator("lq_lightning.optimizer_step", case["bytes_moved"])
     assert 1e3 * operator_seconds(ours, H200) == pytest.approx(case["time_ms"], rel=0.05)
     # 80 bytes per element where a fused step moves 28

@@ -94,7 +94,7 @@ def test_json_keeps_everything(small: Plan) -> None:
         device_nbytes=3,
         seconds=0.5,
         tokens_per_s=6.0,
-        price=price(("states fp8", "learned bits")),
+        price=price(("states dynamic8", "learned bits")),
         is_verified=False,
     )
     plan = replace(small, alternatives=(choice,), codes_pay_below=1e9, notes=("x",))
@@ -104,19 +104,19 @@ def test_json_keeps_everything(small: Plan) -> None:
 def test_the_text_names_what_does_not_fit(small: Plan) -> None:
     assert "It fits in the" in str(small)
     little = replace(small.machine, gpu=replace(small.machine.gpu, memory_nbytes=2**20))
-    changes = ("gradient_checkpointing_enable()", 'QuantizedPrecision(optimizer_state="fp8")')
+    changes = ("gradient_checkpointing_enable()", 'QuantizedPrecision(optimizer_state="dynamic8")')
     choice = Choice(
         changes=changes,
         device_nbytes=2**30,
         seconds=0.25,
         tokens_per_s=1e6,
-        price=price(("states fp8",)),
+        price=price(("states dynamic8",)),
         is_verified=True,
     )
     shown = str(replace(small, machine=little, remedies=(choice,), notes=("y " * 80,)))
     assert "DOES NOT FIT" in shown
     row = next(line for line in shown.splitlines() if "gradient_checkpointing" in line)
-    assert row.split()[1:] == ["1.00", "250.0", "1,000,000", "-0.18", "±", "0.16%"]
+    assert row.split()[1:] == ["1.00", "250.0", "1,000,000", "+0.08", "±", "0.16%"]
     assert max(map(len, shown.splitlines())) <= 100
 
 

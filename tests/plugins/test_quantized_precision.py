@@ -124,21 +124,6 @@ def test_states_are_codes_and_the_loss_follows(tmp_path: Path) -> None:
     assert len(monitor.lrs) == 2
 
 
-@pytest.mark.parametrize("second", ["fp8", "int8"])
-def test_second_moments_of_plain_formats_are_warned_of(tmp_path: Path, second: Any) -> None:
-    def run(second: Any, optimizer: str) -> None:
-        states = OptimizerQuantization(second_moment=second, min_numel=64)
-        plugin, options = QuantizedPrecision(optimizer_state=states), {"limit_train_batches": 1}
-        fit(str(tmp_path), plugin=plugin, optimizer=optimizer, max_epochs=1, **options)
-
-    with pytest.warns(UserWarning, match=f'second moments in "{second}" are stored too large'):
-        run(second, "adamw")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="second moments")
-        run("expanded_fp8", "adamw")
-        run(second, "sgd")  # has none
-
-
 def test_states_take_at_most_2_2_bytes_per_parameter(tmp_path: Path) -> None:
     run, _ = fit(str(tmp_path), plugin=QuantizedPrecision(), max_epochs=1, limit_train_batches=2)
     wide = run.lightning_module.wide.weight
