@@ -3,7 +3,7 @@
 from .config import AdaptiveBitsConfig
 from .gate import BitGate, adaptive_quantize
 from .optimizer import GateOptimizer
-from .sites import attach, attach_quantizers, find_sites
+from .sites import attach, find_sites
 
 __all__ = [
     "AdaptiveBitsConfig",
@@ -11,6 +11,5 @@ __all__ = [
     "GateOptimizer",
     "adaptive_quantize",
     "attach",
-    "attach_quantizers",
     "find_sites",
 ]

@@ -16,7 +16,7 @@ from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, is
 
 from .gate import BitGate, adaptive_quantize
 
-__all__ = ["AttachedSites", "Quantizer", "attach", "attach_quantizers", "find_sites"]
+__all__ = ["AttachedSites", "Quantizer", "attach", "find_sites"]
 
 Quantizer = Callable[[Tensor], Tensor]
 
@@ -139,14 +139,7 @@ class AttachedSites:
 
 
 def attach(module: nn.Module, gates: Mapping[str, BitGate]) -> AttachedSites:
-    """Quantize hidden states of a module by gates: ``attach_quantizers`` for each gate's site."""
-    return attach_quantizers(
-        module, {site: partial(adaptive_quantize, gate=gate) for site, gate in gates.items()}
-    )
-
-
-def attach_quantizers(module: nn.Module, quantizers: Mapping[str, Quantizer]) -> AttachedSites:
-    """Pass hidden states of a module through functions.
+    """Quantize hidden states of a module by gates.
 
     Where a module returns a tuple or list, its first element is the hidden state; where it is
     called by keywords alone, ``hidden_states`` or else the first floating-point tensor.
@@ -154,21 +147,22 @@ def attach_quantizers(module: nn.Module, quantizers: Mapping[str, Quantizer]) ->
     Args:
         module: Module whose forward passes change; names, parameters and state dict do not.
             Compile or shard it afterwards.
-        quantizers: Functions by site, as ``find_sites`` names them.
+        gates: Gates by site, as ``find_sites`` names them.
 
     Raises:
         ValueError: A site that does not exist.
     """
     modules = dict(module.named_modules())
-    for site in quantizers:
+    for site in gates:
         path, _, end = site.rpartition(":")
         if end not in _ENDS or path not in modules:
             raise ValueError(
                 f"`{site}` is no site of `{type(module).__name__}`: give what `find_sites` returns."
             )
     handles = []
-    for site, quantizer in quantizers.items():
+    for site, gate in gates.items():
         path, _, end = site.rpartition(":")
+        quantizer = partial(adaptive_quantize, gate=gate)
         if end == "output":
             hook = _output_hook(site, quantizer)
             handles.append(modules[path].register_forward_hook(hook))

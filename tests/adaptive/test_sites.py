@@ -16,11 +16,18 @@ from lq_lightning.adaptive import (
     BitGate,
     adaptive_quantize,
     attach,
-    attach_quantizers,
     find_sites,
+    sites,
 )
 
 CONFIG = AdaptiveBitsConfig(start_bits=5)
+
+
+@pytest.fixture
+def attach_functions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``attach`` with functions in place of gates, so that what reaches a site shows."""
+    monkeypatch.setattr(sites, "adaptive_quantize", lambda x, gate: gate(x))
+    return attach
 
 
 def test_groups_of_a_plain_model() -> None:
@@ -55,7 +62,7 @@ def test_the_head_is_that_of_the_innermost_model() -> None:
     assert find_sites(nn.Sequential(*TinyLM().blocks)) == ("0:input", "1:output")
 
 
-def test_groups_of_hugging_faces_models() -> None:
+def test_groups_of_hugging_faces_models(attach_functions: Any) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 40, "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
     llama = transformers.LlamaConfig(intermediate_size=32, num_key_value_heads=2, **sizes)
@@ -76,10 +83,10 @@ def test_groups_of_hugging_faces_models() -> None:
         seen.append(tuple(x.shape))
         return x.round()
 
-    sites = find_sites(model, "layers")
+    found = find_sites(model, "layers")
     tokens = torch.arange(12).view(2, 6)
     before, names = model(tokens).logits, list(model.state_dict())
-    attached = attach_quantizers(model, dict.fromkeys(sites, quantizer))
+    attached = attach_functions(model, dict.fromkeys(found, quantizer))
     assert not torch.equal(model(tokens).logits, before)
     assert seen == [(2, 6, 16)] * 4
     assert list(model.state_dict()) == names
@@ -155,10 +162,10 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "named"])
-def test_outputs_keep_their_form(kind: str) -> None:
+def test_outputs_keep_their_form(kind: str, attach_functions: Any) -> None:
     layer, x = Layer(kind), torch.rand(5, 3)
     before = layer(x)
-    with_quantizer = attach_quantizers(layer, {":output": lambda h: h + 1})
+    with_quantizer = attach_functions(layer, {":output": lambda h: h + 1})
     after = layer(x)
     assert type(after) is type(before)
     hidden = after if kind == "tensor" else after[0]
@@ -180,9 +187,9 @@ def test_sites_without_hidden_states_are_named(kind: str, got: str) -> None:
         layer(torch.rand(5, 3))
 
 
-def test_inputs_by_place_and_by_name() -> None:
+def test_inputs_by_place_and_by_name(attach_functions: Any) -> None:
     layer, x = Layer("tensor"), torch.rand(5, 3)
-    attach_quantizers(layer, {":input": lambda h: h + 1})
+    attach_functions(layer, {":input": lambda h: h + 1})
     torch.testing.assert_close(layer(x, 3.0), (x + 1) * 3)
     torch.testing.assert_close(layer(x=x, scale=3.0), (x + 1) * 3)
 
@@ -191,7 +198,7 @@ def test_inputs_by_place_and_by_name() -> None:
             return hidden_states * mask
 
     keywords = Keywords()
-    attach_quantizers(keywords, {":input": lambda h: h + 1})
+    attach_functions(keywords, {":input": lambda h: h + 1})
     ones = torch.ones(5, 3)
     given = keywords(mask=ones * 2, hidden_states=x, ids=ones.long())
     torch.testing.assert_close(given, (x + 1) * 2)
