@@ -13,21 +13,26 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 aten: Any = torch.ops.aten
 
@@ -91,6 +96,11 @@ def alike_ranks(rank: int, world_size: int) -> Iterator[None]:
         yield
 
 
+def stay_in_process(trainer: Trainer) -> None:
+    """Let ``fit`` run here, where a strategy would start a process per rank."""
+    trainer.strategy._launcher = None
+
+
 def ranks_of(args: Sequence[Any]) -> list[int]:
     """Global ranks of the process group among the arguments of a collective's operator."""
     for value in args:
@@ -112,6 +122,21 @@ def operands_of_fake_group(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         output, _, group, arriving, _, *rest = args
         return (output, torch.empty_like(output), group, arriving, arriving, *rest)
     return args
+
+
+def with_values(operator: Any, result: Any) -> Any:
+    """What a collective returned, with its tensors as the value of its future.
+
+    The fake group's futures have none, and DDP and hooks on its gradients take them from there.
+    """
+    if operator.namespace != "c10d" or not isinstance(result, (tuple, list)):
+        return result
+    tensors, work = result
+    if not isinstance(work, torch.ScriptObject):
+        return result
+    future: Any = torch.futures.Future()
+    future.set_result([tensors] if isinstance(tensors, Tensor) else tensors)
+    return tensors, _create_work_from_future(future).boxed()
 
 
 # --- the GPU's ways -----------------------------------------------------------------------------
@@ -168,15 +193,20 @@ _IN_FP32 = {
 
 @contextlib.contextmanager
 def gpu_ways(
-    streams: dict[str, Any], allocate: Callable[[Tensor], None], free: Callable[[Tensor], None]
+    streams: dict[str, Any],
+    allocate: Callable[[Tensor], None],
+    free: Callable[[Tensor], None],
+    reducing: Callable[[Tensor, bool], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Let FSDP2, optimizers and autocast do with CPU tensors what they do with a GPU's.
+    """Let DDP, FSDP2, optimizers and autocast do with CPU tensors what they do with a GPU's.
 
     Args:
         streams: ``Stream``, ``Event``, ``stream`` and ``current_stream`` in place of torch's for
             the CPU, which do nothing.
         allocate: Called where FSDP2 gives a tensor that it had freed its memory again.
         free: Called where FSDP2 frees a tensor's memory.
+        reducing: Around each reduction of a bucket of DDP: lets it run beside backward. Is given
+            the bucket, and whether a hook of Python reduces it.
     """
 
     def foreach(*unused: Any) -> list[str]:
@@ -192,6 +222,7 @@ def gpu_ways(
             (_fsdp_param_group, "alloc_storage", allocate),
             (_fsdp_param, "free_storage", free),
             (nn.Module, "_apply", _convert),
+            *_ddp_ways(reducing),
             (ShardingPropagator, _SHAPES, _unseen(getattr(ShardingPropagator, _SHAPES))),
         ]
         for place, name, value in replaced:
@@ -209,6 +240,48 @@ def gpu_ways(
         yield
 
 
+def _ddp_ways(
+    reducing: Callable[[Tensor, bool], AbstractContextManager[None]],
+) -> list[tuple[Any, str, Any]]:
+    """What stands for methods of DDP and of its strategy, which leaves hooks out on CPUs."""
+    from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+    from lightning.pytorch.strategies import DDPStrategy
+
+    own_register, own_init = DistributedDataParallel.register_comm_hook, _LAZY_INIT
+
+    def register(model: Any, state: object, hook: Any, by_python: bool = True) -> None:
+        # DDP compares annotations with classes: the hook has none
+        def run(state, bucket):  # type: ignore[no-untyped-def]
+            with reducing(bucket.buffer(), by_python):
+                return hook(state, bucket)
+
+        own_register(model, state, run)
+
+    def lazy_init(model: Any) -> None:
+        if not model._comm_hooks:  # it reduces by itself, which nobody sees
+            register(model, model.process_group, _all_reduced, by_python=False)
+        own_init(model)
+
+    def register_ddp_hooks(strategy: Any) -> None:
+        names = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
+        given = {name: getattr(strategy, f"_{name}") for name in names}
+        _register_ddp_comm_hook(model=strategy.model, **given)
+
+    return [
+        (DistributedDataParallel, "register_comm_hook", register),
+        (DistributedDataParallel, "_lazy_init", lazy_init),
+        (DDPStrategy, "_register_ddp_hooks", register_ddp_hooks),
+    ]
+
+
+def _all_reduced(group: Any, bucket: Any) -> Any:
+    future: Any = torch.futures.Future()
+    dist.all_reduce(bucket.buffer(), group=group)
+    future.set_result(bucket.buffer())
+    return future
+
+
+_LAZY_INIT: Any = DistributedDataParallel._lazy_init
 _SHAPES = "_propagate_tensor_meta_non_cached"
 
 

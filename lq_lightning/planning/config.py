@@ -89,7 +89,17 @@ def trainer_arguments(own: Mapping[str, Any], overrides: Overrides) -> dict[str,
     """Arguments of the simulated Trainer: the user's, without logs, files and validation.
 
     ``overrides`` replace the user's; their ``plugins`` and ``callbacks`` come in addition.
+
+    Raises:
+        ValueError: the strategy cannot be simulated.
     """
+    strategy = own.get("strategy")
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "strategy_name", None)
+    if str(name).startswith(("fsdp", "deepspeed")):
+        raise ValueError(
+            f"Lightning's strategy {name!r} cannot be planned: it runs on GPUs alone. Plan "
+            "QuantizedFSDPStrategy(weights='none', gradients='none'), which shards by FSDP2."
+        )
     plugins = [*as_list(own.get("plugins")), *as_list(overrides.get("plugins"))]
     kept = [each for each in as_list(own.get("callbacks")) if not isinstance(each, _LEFT_OUT)]
     callbacks = [*kept, *as_list(overrides.get("callbacks"))]

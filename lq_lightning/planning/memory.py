@@ -64,7 +64,11 @@ _ALLOCATED_ERROR = 0.015
 _RESERVED_ERROR = 0.055
 """Of what the allocator reserves, where streams and sizes of blocks meet otherwise than here."""
 _TIMELINE_POINTS = 240
-_OWNED: dict[str, Kind] = {"optimizer state": "optimizer states", "buffer": "weights"}
+_OWNED: dict[str, Kind] = {
+    "optimizer state": "optimizer states",
+    "buffer": "weights",
+    "bucket": "gather buffers",
+}
 _AFTER = {"batch": "forward", "backward": "backward", "optimizer": "optimizer", "stepped": "other"}
 
 
@@ -333,6 +337,8 @@ class Classification:
         kind = self._of_package(storage)
         if kind is not None:
             return kind
+        if storage.owner == "gradient":
+            return "gradient sums" if self._spans_batches(storage) else "gradients"
         if storage.phase == "forward":
             if storage.operator.startswith("aten._to_copy") and storage.shape in self._weights:
                 return "weights"  # cast by autocast
@@ -342,7 +348,7 @@ class Classification:
             saved = died is not None and self._ends.get(died) == "backward"
             return "saved activations" if saved else "temporary"
         if storage.phase == "backward":
-            if storage.owner == "gradient" or self._is_gradient(storage):
+            if self._is_gradient(storage):
                 return "gradient sums" if self._spans_batches(storage) else "gradients"
             if self._is_logits(storage):
                 return "logits and loss"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -530,8 +531,13 @@ class Simulations:
         except SimulationError as error:
             raise ValueError(f"{self.run.name} cannot be simulated: {error}") from error
         except Exception as error:
-            raise ValueError(
-                f"{self.run.name} cannot be simulated: its training step raises "
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. "
-                f"The batch was taken from {self.origin}: {describe(self.batch)}. {BATCH_REMEDY}"
-            ) from error
+            functions = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+            in_step = "training_step" in functions
+            said = (
+                f"{self.run.name} cannot be simulated: its {'training step' if in_step else 'fit'} "
+                f"raises {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}."
+            )
+            if in_step:
+                where = f"{self.origin}: {describe(self.batch)}"
+                said += f" The batch was taken from {where}. {BATCH_REMEDY}"
+            raise ValueError(said) from error

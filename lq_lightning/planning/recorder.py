@@ -125,9 +125,12 @@ class Recorder(OperatorMode):
         self.trace, self._told = trace, list(told)
         self.phase: Phase = "setup"
         self.action: tuple[str, int, int] | None = None
-        self.num_streams, self._num_events = 0, 0
+        self.num_streams, self.num_events = 0, 0
         Recorder.active = self
         self.stream = SimulatedStream()
+        self._reducing: SimulatedStream | None = None  # of DDP's messages
+        self._reduces = False
+        self._buckets: set[Storage] = set()
         self.fake_mode: Any = compat.new_fake_mode()
         self._alive: dict[int, Storage] = {}
         self._table: Any = None
@@ -155,10 +158,10 @@ class Recorder(OperatorMode):
             return self._read(name, args[0])
         operands = compat.operands_of_fake_group(name, args)
         if not fake and not self._makes_large(func, name, args, kwargs):
-            return func(*operands, **kwargs)
+            return compat.with_values(func, func(*operands, **kwargs))
         try:
             with self.fake_mode:
-                result = func(*operands, **kwargs)
+                result = compat.with_values(func, func(*operands, **kwargs))
         except (RuntimeError, NotImplementedError) as error:
             raise SimulationError(
                 f"`{name}` cannot be simulated: {str(error).splitlines()[0]}. What a module does "
@@ -239,8 +242,8 @@ class Recorder(OperatorMode):
 
     def note_event(self, event: SimulatedEvent, stream: int) -> None:
         """Record an event in a stream."""
-        event.number = self._num_events
-        self._num_events += 1
+        event.number = self.num_events
+        self.num_events += 1
         self.trace.events.append(Record(stream, event.number))
 
     def _send(self, func: Any, tensors: list[Tensor], args: Sequence[Any], source: str) -> None:
@@ -287,6 +290,31 @@ class Recorder(OperatorMode):
         name, flops = "aten._scaled_mm.default", 2 * M * N * K
         self.launch(name, [a_MK, b_NK], [product], flops=flops)
         return product
+
+    # --- DDP ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reducing(self, bucket: Tensor, by_python: bool) -> Iterator[None]:
+        """Give messages of gradients to a stream of their own, behind what made them."""
+        if (storage := self._storage(bucket)) is not None:
+            self._buckets.add(storage)
+        if self._reducing is None:
+            self._reducing = SimulatedStream()
+        self._order(self.stream, self._reducing, by_python)
+        self._reduces = True
+        with self.on(self._reducing):
+            yield
+
+    def join(self) -> None:
+        """Wait for DDP's messages, as it does at the end of backward."""
+        if self._reduces and self._reducing is not None:
+            self._order(self._reducing, self.stream, by_python=False)
+        self._reduces = False
+
+    def _order(self, first: SimulatedStream, then: SimulatedStream, by_python: bool) -> None:
+        self.trace.events.append(Record(first.number, self.num_events, by_python))
+        self.trace.events.append(Wait(then.number, self.num_events, by_python))
+        self.num_events += 1
 
     # --- pipelines ------------------------------------------------------------------------------
 
@@ -419,6 +447,8 @@ class Recorder(OperatorMode):
         for optimizer in trainer.optimizers:
             for tensor in compat.tree_leaves(list(optimizer.state.values())):
                 self._own(tensor, "optimizer state")
+        for storage in self._buckets:  # gradients may be views of them
+            storage.owner = storage.owner or "bucket"
 
     def _own(self, tensor: Any, owner: str) -> None:
         storage = self._storage(local_tensor(tensor)) if isinstance(tensor, Tensor) else None

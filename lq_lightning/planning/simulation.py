@@ -39,7 +39,7 @@ from lq_lightning._compat import simulation as compat
 from lq_lightning._compat.torch import any_rank, in_step, meet, read_note, set_timeouts
 from lq_lightning.activations import functions, host_memory
 from lq_lightning.callbacks import activation_quantization
-from lq_lightning.data_parallel import all_gather
+from lq_lightning.data_parallel import all_gather, all_reduce
 from lq_lightning.foundation import streams
 from lq_lightning.kernels.checksum import checksums
 from lq_lightning.kernels.optimizer_step.op import optimizer_step
@@ -78,6 +78,8 @@ class _Marks(Callback):
         recorder.phase = phase
         if name == "batch":
             recorder.begin_batch(more[0])
+        if phase == "other":
+            recorder.join()
         if name:
             trace.events.append(Mark(name, trainer.global_step))
         if name == "end":
@@ -176,6 +178,7 @@ def simulate_fit(
     with _simulation(place, trace, () if first is None else first.told) as recorder:
         overrides = place.trainer_overrides(steps, _Marks(recorder))
         trainer, module, data = build(overrides)
+        compat.stay_in_process(trainer)
         trace.microbatches = trainer.accumulate_grad_batches
         trainer.fit(module, data)
         recorder.close()
@@ -225,6 +228,7 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
         (host_memory, "host_memory", recorder.pin),
         (parts, "nvlink_inside_nodes", lambda device, node_size: place.nvlink),
         (all_gather, "all_gather_parts", recorder.gather_parts),
+        (all_reduce, "_ranks_per_host", lambda: place.gpus_per_node),
         (functions, "scaled_mm", recorder.scaled_mm),
         (activation_quantization, "float8_matmul_available", lambda device: place.without_float8),
         (torch, "compile", compiled),
@@ -263,7 +267,8 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
         rank = getattr(rank_zero_only, "rank", None)  # which decides whether this process warns
         stack.enter_context(mock.patch.object(rank_zero_only, "rank", rank, create=True))
         stack.enter_context(compat.alike_ranks(place.rank, place.world_size))
-        stack.enter_context(compat.gpu_ways(as_torch, recorder.allocate, recorder.free))
+        own = recorder.allocate, recorder.free, recorder.reducing
+        stack.enter_context(compat.gpu_ways(as_torch, *own))
         for module, name, value in ours:
             stack.enter_context(mock.patch.object(module, name, value))
         stack.callback(delattr, Recorder, "active")  # with all that it has recorded

@@ -274,7 +274,7 @@ class _Replay:
                 self._collective(event, self.slower.of_collective(*costs[index]))
             elif isinstance(event, Record):
                 self._events[event.event] = self._streams[event.stream]
-                self._issue(EVENT_CALLS)
+                self._issue(EVENT_CALLS * event.by_python)
             elif isinstance(event, Wait):
                 self._wait(event)
             elif isinstance(event, Mark) and event.name == "batch":
@@ -344,7 +344,7 @@ class _Replay:
         return self._streams[stream]
 
     def _wait(self, wait: Wait) -> None:
-        self._issue(EVENT_CALLS)
+        self._issue(EVENT_CALLS * wait.by_python)
         until = self._events.get(wait.event, 0.0)
         if wait.stream == HOST:
             self._host = max(self._host, until)

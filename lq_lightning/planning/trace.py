@@ -33,7 +33,7 @@ class Storage:
         shape: Shape of its first tensor.
         dtype: Dtype of its first tensor.
         owner: What holds it when training ends: ``"parameter"``, ``"gradient"``,
-            ``"optimizer state"``, ``"buffer"``; empty for all others.
+            ``"optimizer state"``, ``"buffer"``, a ``"bucket"`` of DDP; empty for all others.
         born: Index of its :class:`Allocate` in the events.
         died: Index of its :class:`Free`; None if it lives to the end.
         used_on: Other streams that the allocator was told of (``Tensor.record_stream``).
@@ -111,18 +111,23 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``stream`` notes that it reached this point, as event number ``event``."""
+    """``stream`` notes that it reached this point, as event number ``event``.
+
+    It takes the host less where not ``by_python``.
+    """
 
     stream: int
     event: int
+    by_python: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """``stream`` waits for an event; :data:`HOST` where the host does."""
+    """``stream`` waits for an event, :data:`HOST` where the host does; see :class:`Record`."""
 
     stream: int
     event: int
+    by_python: bool = True
 
 
 @dataclass(frozen=True, slots=True)

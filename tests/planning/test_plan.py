@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -215,6 +216,22 @@ def test_what_cannot_be_simulated_is_said() -> None:
                 batch="int64[2,4]",
                 alternatives=False,
             )
+
+
+def test_only_an_error_of_the_training_step_is_said_to_be_of_the_batch() -> None:
+    class Fails(Net):
+        def on_after_backward(self) -> None:
+            raise RuntimeError("no such file")
+
+    with pytest.raises(ValueError, match="cannot be simulated: its fit raises Run.*file.$"):
+        lq_lightning.plan(Fails, trainer={"devices": 1}, batch="int64[2,4]", alternatives=False)
+    with pytest.raises(ValueError, match="its training step raises.*taken from `batch`: x:int64"):
+        lq_lightning.plan(Net, trainer={"devices": 1}, batch="x:int64[2,4]", alternatives=False)
+
+
+def test_strategies_that_need_a_gpu_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'fsdp' cannot be planned.*Plan QuantizedFSDPStrategy"):
+        lq_lightning.plan(Net, trainer={"strategy": FSDPStrategy()}, batch="int64[2,4]")
 
 
 def test_recipes_with_fp8_are_refused_for_gpus_without() -> None:

@@ -9,18 +9,35 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from lq_testing.lightning_models import run_trainer
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+)
 from torch.utils.data import DataLoader
 
 import lq_lightning as lq
 from lq_lightning._compat.simulation import flops_of
 from lq_lightning.foundation import streams
 from lq_lightning.pipeline.schedules import training_program
+from lq_lightning.planning.machine import make_machine
+from lq_lightning.planning.memory import peak_memory
 from lq_lightning.planning.recorder import SimulationError
 from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
-from lq_lightning.planning.trace import Allocate, Collective, Mark, Operator, Storage, Trace
+from lq_lightning.planning.trace import (
+    COMPUTING,
+    Allocate,
+    Collective,
+    Mark,
+    Operator,
+    Storage,
+    Trace,
+    Wait,
+)
 
 WIDTH, VOCABULARY, STEPS = 128, 256, 3
 
@@ -178,6 +195,47 @@ def test_a_thousand_ranks_are_one() -> None:
 def test_nodes_that_train_alone_are_simulated() -> None:
     strategy = lq.QuantizedFSDPStrategy(local_steps=2)
     assert _simulated(0, 4, 2, strategy=strategy).steps == STEPS  # an outer step among them
+
+
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [
+        ({}, 4),
+        ({"start_method": "spawn"}, 4),
+        ({"ddp_comm_hook": fp16_compress_hook}, 2),
+        ({"ddp_comm_hook": allreduce_hook, "ddp_comm_wrapper": bf16_compress_wrapper}, 2),
+    ],
+)
+def test_ddp_reduces_beside_backward(options: dict[str, Any], nbytes: int) -> None:
+    trace = _simulated(1, 4, 2, strategy=DDPStrategy(**options))
+    step = trace.last_steps()
+    reduced = [e for e in step if isinstance(e, Collective) and e.ranks > 1]
+    parameters = [s for s in _storages(trace) if s.owner == "parameter"]
+    sizes = sum(s.nbytes for s in parameters) / 4
+    assert sum(e.nbytes for e in reduced) == pytest.approx(nbytes * sizes, rel=0.02)  # small ones
+    assert {(e.kind, e.ranks, e.nodes) for e in reduced} == {("all_reduce", 4, 2)}
+    assert {e.stream for e in reduced}.isdisjoint({COMPUTING})
+    (behind,) = (e for e in step if isinstance(e, Wait) and e.stream == COMPUTING)
+    assert max(map(step.index, reduced)) < step.index(behind)
+    kinds = peak_memory(trace, make_machine("H100", network="1gbit")).kinds
+    assert kinds["gather buffers"] == pytest.approx(4 * sizes, rel=0.02)
+
+
+def test_ddp_reduces_in_8_bits_on_two_levels() -> None:
+    state: Any = lq.QuantizedAllReduce(min_nbytes=1)
+    strategy = DDPStrategy(
+        ddp_comm_state=state,
+        ddp_comm_hook=lq.quantized_all_reduce_hook,
+        gradient_as_bucket_view=True,
+    )
+    trace = _simulated(1, 4, 2, strategy=strategy)
+    kinds = {(e.kind, e.ranks, e.nodes) for e in trace.last_steps() if isinstance(e, Collective)}
+    levels = {(kind, 2, n) for kind in ("all_to_all", "all_gather") for n in (1, 2)}
+    assert kinds == levels | {("all_reduce", 4, 2)}  # of biases
+    parameters = sum(s.nbytes for s in _storages(trace) if s.owner == "parameter")
+    timeline = peak_memory(trace, make_machine("H100", network="1gbit")).timeline
+    at_update = [kinds for part, kinds in timeline if part == "optimizer"]
+    assert at_update[0]["gradients"] == pytest.approx(parameters, rel=0.02)
 
 
 def test_each_pipeline_rank_runs_its_actions_in_their_order() -> None:

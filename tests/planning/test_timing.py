@@ -252,6 +252,13 @@ def test_a_host_that_waits_issues_nothing() -> None:
     assert late.seconds == pytest.approx(3.001 + 0.001 * issue, rel=0.01)
 
 
+def test_events_that_no_python_records_take_the_host_no_time() -> None:
+    events: list[Event] = [Record(COMPUTING, 1, False), Wait(SIDE, 1, False), work(0.001)]
+    found = step_time(trace_of(events), machine(operator_s=0.5))
+    calls = timing.OPERATOR_CALLS + timing.BATCH_CALLS
+    assert found.seconds == pytest.approx(0.5 * calls)
+
+
 def test_operators_on_dtensors_and_compiled_ones_take_the_host_longer() -> None:
     view = work(0.0, name="aten.view.default")
     step = [work(0.001, name="aten.mm.default", flops=1), view, work(0.0, name=SHARDED), view]
