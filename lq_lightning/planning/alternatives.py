@@ -24,8 +24,10 @@ from lq_lightning.planning.changes import (
     SMALLEST_FIRST,
     Change,
     Model,
+    all_matter,
     changes_of,
     in_turn,
+    made,
 )
 from lq_lightning.planning.machine import Machine
 from lq_lightning.planning.prices import Price, added_price, price_of
@@ -283,7 +285,7 @@ class _Search:
         self.found: dict[Changes, Alternative] = {(): self.base}
 
     def _alternative(self, changes: Changes, outcome: Outcome, verified: bool) -> Alternative:
-        options = self._changed(changes)
+        options = made(self._options, changes)
         price = price_of(options, self._setting.machine)
         return Alternative(
             changes=tuple(change.label for change in changes),
@@ -293,10 +295,6 @@ class _Search:
             added=added_price(price, self._price),
             verified=verified,
         )
-
-    def _changed(self, changes: Changes) -> RunOptions:
-        choices = {name: value for change in changes for name, value in change.choices.items()}
-        return replace(self._options, **choices)
 
     def try_all(self, sets: Iterable[Changes]) -> None:
         """Estimate sets of changes, in order, while there is time."""
@@ -311,7 +309,7 @@ class _Search:
                 self._left_out[label] = None
                 continue
             with suppress(*REFUSALS):  # of changes that cannot be made
-                options = self._changed(changes)
+                options = made(self._options, changes)
                 outcome, whole = self._estimate(options), self._estimate.few_layers(options) is None
                 self.found[changes] = self._alternative(changes, outcome, whole)
             self._estimate_s = max(self._estimate_s, self._setting.clock() - began)
@@ -343,19 +341,24 @@ class _Search:
         """Pairs that seem to fit, the best of each two topics; those that may not come last."""
         memory = self._setting.memory_nbytes
         tried = [change for change in self.changes if (change,) in self.found]
-        pairs = [pair for pair in combinations(tried, 2) if pair[0].goes_with(pair[1])]
+        pairs = [pair for pair in combinations(tried, 2) if self._go_together(pair)]
         best: dict[frozenset[str], Changes] = {}
         for pair in sorted(pairs, key=lambda pair: (self.nbytes(pair) > memory, order(pair))):
             if self.nbytes(pair) <= _MARGIN * memory and wanted(pair):
                 best.setdefault(frozenset(change.topic for change in pair), pair)
         return list(best.values())[:_PAIRS]
 
+    def _go_together(self, changes: Changes) -> bool:
+        *others, last = changes
+        fit = all(last.goes_with(other) for other in others)
+        return fit and all_matter(changes, self._options, self._setting.machine)
+
     def together(self, of: Callable[[Changes], float]) -> Changes:
         """All changes that lower something, those that do most before what excludes them."""
         tried = [change for change in self.changes if (change,) in self.found]
         kept: list[Change] = []
         for change in sorted(tried, key=lambda change: of((change,))):
-            if of((change,)) < of(()) and all(change.goes_with(other) for other in kept):
+            if of((change,)) < of(()) and self._go_together((*kept, change)):
                 kept.append(change)
         return tuple(sorted(kept, key=self.changes.index))
 

@@ -67,24 +67,31 @@ class Change:
         return not alike and not self.choices.keys() & other.choices.keys()
 
 
+def made(options: RunOptions, changes: Iterable[Change]) -> RunOptions:
+    """Return the options of a run with changes."""
+    return options.changed(**{k: v for change in changes for k, v in change.choices.items()})
+
+
+def all_matter(changes: Sequence[Change], options: RunOptions, machine: Machine) -> bool:
+    """Whether a run with these changes can be made, and is another one without any of them."""
+    try:
+        whole = made(options, changes).in_force(machine)
+        rests = [made(options, (c for c in changes if c is not out)) for out in changes]
+        return all(rest.in_force(machine) != whole for rest in rests)
+    except ValueError:  # ranks that a layout does not divide
+        return False
+
+
 def changes_of(options: RunOptions, machine: Machine, model: Model) -> tuple[Change, ...]:
-    """Enumerate single changes of a run, in a fixed order."""
-    several = machine.nodes * machine.gpus_per_node > 1
+    """Enumerate single changes of a run that do something, in a fixed order."""
     found = [*_kept(options, model)]
-    if options.accumulates:
-        if options.is_ours and options.strategy != "quantized_pipeline" and several:
-            now = options.reduce_every_microbatch
-            name, memory = "reduce_every_microbatch", _less(not now)
-            found.append(Change(f"{name}={not now}", "micro-batches", {name: not now}, memory))
-        if options.gradient_buffer == "none":
-            label = 'QuantizedPrecision(gradient_buffer="int8")'
-            found.append(Change(label, "gradient sums", {"gradient_buffer": "int8"}))
-    if several and options.is_ours:
-        found += [*_exchange(options, machine), *_layouts(options, machine, model)]
-    elif several:
-        choices = {"strategy": "quantized_fsdp"}
-        found.append(Change('strategy="quantized_fsdp"', "strategy", choices))
-    return tuple(found)
+    if machine.nodes * machine.gpus_per_node > 1:
+        if options.is_ours:
+            found += [*_exchange(options, machine), *_layouts(options, machine, model)]
+        else:
+            choices = {"strategy": "quantized_fsdp", "all_reduce": False}
+            found.append(Change('strategy="quantized_fsdp"', "strategy", choices))
+    return tuple(change for change in found if all_matter([change], options, machine))
 
 
 def in_turn(changes: Iterable[Change], topics: Sequence[str]) -> list[Change]:
@@ -125,6 +132,9 @@ def _kept(options: RunOptions, model: Model) -> Iterator[Change]:
         label = '"bf16-true" with stochastic rounding and 8-bit states'
         choices = {"precision": "bf16-true", "optimizer_state": states}
         yield Change(label, "bf16 weights", choices)
+    if options.gradient_buffer == "none":
+        label = 'QuantizedPrecision(gradient_buffer="int8")'
+        yield Change(label, "gradient sums", {"gradient_buffer": "int8"})
 
 
 def _codes(recipe: str | None) -> dict[str, Any]:
@@ -132,23 +142,21 @@ def _codes(recipe: str | None) -> dict[str, Any]:
 
 
 def _exchange(options: RunOptions, machine: Machine) -> Iterator[Change]:
+    if options.strategy != "quantized_pipeline":
+        name, now = "reduce_every_microbatch", options.reduce_every_microbatch
+        yield Change(f"{name}={not now}", "micro-batches", {name: not now}, _less(not now))
     weights, gradients = options.collectives(machine)
     topology = options.topology(machine)
-    if topology.world_size == 1:
-        return
     fast = topology.num_nodes == 1 and machine.nvlink  # the link is no bottleneck
     if weights is not None:
         yield Change('weights="none"', "weights", {"weights": "none"})
-        if topology.node_size > 1:
-            yield _other_replica(options, weights)
+        yield _other_replica(options, weights)
     elif not fast:
         yield Change('weights="qWD"', "codes", {"weights": "qWD"}, "more")
     if gradients is not None:
         yield Change('gradients="none"', "gradients", {"gradients": "none"}, "either")
     elif not fast:
         yield Change('gradients="TLq-HS"', "codes", {"gradients": "TLq-HS"}, "either")
-    if options.strategy == "quantized_pipeline" or machine.nodes == 1:
-        return
     if options.local_steps is not None:
         yield Change("local_steps=None", "local steps", {"local_steps": None})
     elif machine.between_nodes.bytes_per_s <= _SLOW_BYTES_PER_S:

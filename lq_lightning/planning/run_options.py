@@ -168,6 +168,26 @@ class RunOptions:
         asked = read_options(self.weights, self.gradients, self.replica)
         return choose_quantization(*asked, topology, cluster.nvlink)[:2]
 
+    def in_force(self, cluster: Machine) -> RunOptions:
+        """The same by what it does there: what ``"auto"`` stands for, and nothing without effect.
+
+        Raises:
+            ValueError: as :meth:`topology`.
+        """
+        topology, (weights, gradients) = self.topology(cluster), self.collectives(cluster)
+        if weights is not None and (weights.method != "qWD" or topology.node_size == 1):
+            weights = replace(weights, replica="full")
+        nodes_alone = cluster.nodes > 1 and self.strategy == "quantized_fsdp"
+        reduces = self.accumulates and self.is_ours and topology.world_size > 1
+        return self.changed(
+            weights=weights or "none",
+            gradients=gradients or "none",
+            replica="auto",
+            local_steps=self.local_steps if nodes_alone else None,
+            reduce_every_microbatch=reduces and self.reduce_every_microbatch,
+            gradient_buffer=self.gradient_buffer if self.accumulates else "none",
+        )
+
     # --- another run ------------------------------------------------------------------------------
 
     def change(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

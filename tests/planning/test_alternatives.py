@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +27,12 @@ from lq_lightning.planning.changes import (
     FASTEST_FIRST,
     SMALLEST_FIRST,
     Model,
+    all_matter,
     changes_of,
     in_turn,
+    made,
 )
+from lq_lightning.planning.prices import price_of
 from lq_lightning.planning.run_options import RunOptions
 
 GIB = 2**30
@@ -42,6 +45,7 @@ def machine(nodes: int = 2, gpus_per_node: int = 8, nvlink: bool = True, gbit: f
     )
 
 
+TENSOR_PARALLEL = 'tensor_parallel_size=8, tensor_parallel="auto"'
 MODEL = Model(layers=32, can_checkpoint=True)
 OPTIONS = RunOptions(precision="bf16-mixed")
 
@@ -216,6 +220,65 @@ def test_topics_take_turns_and_exclude_what_is_alike() -> None:
     assert agoq.goes_with(states)
     assert not agoq.goes_with(coat)
     assert not states.goes_with(bf16)  # both say what states are
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "place", "matter"),
+    [
+        ('weights="none"', 'replica="full"', machine(), False),  # of no quantized weights
+        ('weights="none"', 'replica="node"', machine(nvlink=False), False),
+        ('replica="full"', "local_steps=32", machine(gbit=1), False),  # nor within nodes by NVLink
+        ('replica="node"', "local_steps=32", machine(gbit=1, nvlink=False), True),
+        ('weights="none"', "local_steps=32", machine(gbit=1), False),
+        ('gradients="none"', "QuantizedPipelineStrategy(pipeline_size=2)", machine(), False),
+        ('weights="none"', "QuantizedPipelineStrategy(pipeline_size=4)", machine(4, 1), False),
+        (
+            "reduce_every_microbatch=True",
+            "QuantizedPipelineStrategy(pipeline_size=2)",
+            machine(),
+            1,
+        ),
+        ("reduce_every_microbatch=True", "local_steps=32", machine(gbit=1, gpus_per_node=1), False),
+        (TENSOR_PARALLEL, "QuantizedPipelineStrategy(pipeline_size=4)", machine(), False),  # 16
+        ('replica="full"', TENSOR_PARALLEL, machine(), False),  # one rank of a node has a part
+        ('weights="none"', TENSOR_PARALLEL, machine(), True),
+        ('weights="none"', 'gradients="none"', machine(), True),
+        ('ActivationQuantization("agoq")', "gradient_checkpointing_enable()", machine(), True),
+    ],
+)
+def test_what_makes_another_change_void_goes_without_it(
+    first: str, second: str, place: Any, matter: bool
+) -> None:
+    options = OPTIONS.changed(accumulates=True)
+    model = replace(MODEL, can_cut_layers=True)
+    changes = {change.label: change for change in changes_of(options, place, model)}
+    pair = changes[first], changes[second]
+    assert pair[0].goes_with(pair[1])
+    assert all_matter(pair, options, place) == matter
+
+
+def test_all_of_each_alternative_matters() -> None:
+    """Each change is one more that makes a step faster, so that as many as can be are together."""
+    model = replace(MODEL, layers=4, can_cut_layers=True)
+    place = machine(gbit=1)
+    changes = {change.label: change for change in changes_of(OPTIONS, place, model)}
+
+    def evaluate(options: RunOptions, layers: int | None) -> Outcome:
+        own, base = (asdict(each) for each in (options, OPTIONS))
+        seconds = 1 / (1 + sum(own[name] != base[name] for name in own))
+        return Outcome(device_nbytes=GIB, seconds=seconds, tokens_per_s=1 / seconds)
+
+    setting = Setting(machine=place, memory_nbytes=2 * GIB, model=model, time_limit_s=1e6)
+    found = ranked(OPTIONS, evaluate, setting)
+    assert max(len(each.changes) for each in found.fitting) > 3
+    for each in found.fitting:
+        assert all_matter([changes[label] for label in each.changes], OPTIONS, place), each.changes
+
+
+def test_another_strategy_has_no_8_bit_hook() -> None:
+    ddp = RunOptions(strategy="DDPStrategy", all_reduce=True)
+    (change,) = (c for c in changes_of(ddp, machine(), MODEL) if c.topic == "strategy")
+    assert price_of(made(ddp, [change]), machine()) == price_of(RunOptions(), machine())
 
 
 # --- estimates ------------------------------------------------------------------------------------
