@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -202,21 +201,9 @@ def plan_all(rows: dict[str, Any], runs: dict[str, Run], args: argparse.Namespac
         link = row.get("measured", {}).get("link_gbit_per_s")
         rate = f"{link:.2f}gbit" if link and runs[name].rate == "none" else runs[name].rate
         words += ["--network", "100gbit" if rate == "none" else rate]
-        row["plan"] = shortened(call(words, args.seconds, CUDA_VISIBLE_DEVICES=""))
+        row["plan"] = call(words, args.seconds, CUDA_VISIBLE_DEVICES="")
         print(f"{name}: {row['plan'].get('error') or 'planned'}", flush=True)
         write(rows, runs, args)
-
-
-def shortened(plan: dict[str, Any]) -> dict[str, Any]:
-    """Leave of timelines, which are megabytes, the most that there is of each kind."""
-    for rank in plan.get("memory", []):
-        most: Counter[str] = Counter()
-        for _, kinds in rank["peak"]["timeline"]:
-            most |= Counter(kinds)
-        rank["peak"]["timeline"] = [["most", most]]
-    if "step" in plan:
-        plan["step"]["timeline"] = []
-    return plan
 
 
 def compared(row: dict[str, Any]) -> list[Any]:

@@ -113,23 +113,17 @@ class Simulated:
 
     def kind(self, name: str, machine: Any) -> float:
         """Bytes of a kind of memory, where it is most within the last step."""
-        peak = self.simulation.memory(machine)[0].peak
-        moments = [peak.kinds, *(kinds for _, kinds in peak.timeline)]
-        return max(float(kinds.get(name, 0)) for kinds in moments)
+        return float(self.simulation.memory(machine)[0].peak.most.get(name, 0))
 
     def seconds(self, machine: Any, reading: str) -> float:
         """Time of a step with overlap, or of all its parts one after another."""
         step = self.simulation.step_time(machine)
         if reading == "overlap":
             return float(step.seconds)
-        return serial_seconds(step)
-
-
-def serial_seconds(step: Any) -> float:
-    """Add up what computing and messages take."""
-    messages = [end - begin for row, _, begin, end in step.timeline if row.endswith("nodes")]
-    own = [seconds for name, seconds in step.parts.items() if not name.startswith("exposed")]
-    return float(sum(own) + sum(messages)) if messages else float(step.seconds)
+        own = [seconds for name, seconds in step.parts.items() if not name.startswith("exposed")]
+        within = step.sent_within_nbytes / machine.gpus_per_node / machine.within_node.bytes_per_s
+        between = step.sent_between_nbytes / machine.between_nodes.bytes_per_s
+        return float(sum(own) + within + between)
 
 
 @cache

@@ -329,12 +329,9 @@ def _memory_lines(
         note = _NO_GPU if found is None else ""
         predicted = peak[f"{kind}_nbytes"]
         yield CheckedLine(f"peak {kind}{where}", "GiB", predicted, found, low, high, note)
-    moments = [*peak["timeline"], ("", peak["kinds"])]
     for kind, parts in _KINDS.items():
         values = [rank.kinds[kind] for rank in ranks if kind in rank.kinds]
-        # those that are reduced are there when they are used
-        at = [m for part, m in moments if kind != "gradients" or part == "optimizer"]
-        predicted = max((sum(m.get(part, 0) for part in parts) for m in at), default=0)
+        predicted = sum(peak["most"].get(part, 0) for part in parts)
         if values and (predicted or max(values)):
             yield CheckedLine(kind + where, "GiB", predicted, max(values))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -160,234 +160,212 @@ class Estimator:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alternative:
-    """A run with other options.
+class Choice(Outcome):
+    """The run with other options.
 
-    ``changes`` are those that a user would write; none for the run as it is. ``added`` is the part
-    of the price that they bring. ``verified`` says whether the whole model was simulated; else a
-    few layers, continued in a line.
+    ``changes`` are those that a user would write; none for the run as it is. ``is_verified`` says
+    whether all layers were simulated; else a few, continued in a line.
     """
 
     changes: tuple[str, ...]
-    options: RunOptions
-    outcome: Outcome
     price: Price
-    added: Price
-    verified: bool
-
-    def cost(self, base: Outcome) -> tuple[bool, float]:
-        """Order by cost: what has no measured price last, then time and loss together."""
-        slower = 100 * (self.outcome.seconds / base.seconds - 1)
-        loss = max(0.0, self.added.percent or 0.0)
-        return bool(self.added.unmeasured), slower + PERCENT_OF_TIME * loss
+    is_verified: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Alternatives:
-    """What was found: ``base`` is the run as it is.
+class Alternatives(NamedTuple):
+    """What was found.
 
     What fits has the fastest first, or the cheapest where the run itself does not fit; what is too
     large has the smallest first. ``left_out`` names changes that there was no time for.
     """
 
-    base: Alternative
-    fitting: tuple[Alternative, ...]
-    too_large: tuple[Alternative, ...]
+    fitting: tuple[Choice, ...]
+    too_large: tuple[Choice, ...]
     left_out: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """What alternatives are looked for, and where.
-
-    ``base`` is the outcome of the run as it is, if it is known, and ``base_s`` the seconds that it
-    took to simulate that. So many as ``shown`` are shown; ``time_limit_s`` is for all simulations.
-    """
-
-    machine: Machine
-    memory_nbytes: int
-    model: Model = Model()
-    base: Outcome | None = None
-    base_s: float = 0.0
-    shown: int = 5
-    time_limit_s: float = 40.0
-    clock: Callable[[], float] = time.monotonic
-
-
-def ranked(options: RunOptions, evaluate: Evaluate, setting: Setting) -> Alternatives:
-    """Find what else fits, by tokens per second; only what is faster is simulated as a whole.
-
-    Raises:
-        ValueError, NotImplementedError, RuntimeError: The run as it is cannot run.
-    """
-    search = _Search(options, evaluate, setting)
-    base = search.base.outcome
-    by_products = sorted(search.changes, key=lambda c: c.choices.get("recipe") not in FAST_RECIPES)
-    search.try_all((change,) for change in in_turn(by_products, FASTEST_FIRST))
-    times = [each.outcome.seconds for each in search.found.values() if search.fits(each)]
-    best = min(times, default=float("inf"))
-    search.try_all(search.pairs(lambda pair: search.seconds(pair) < best, search.seconds))
-    search.try_all([search.together(search.seconds)])
-    return search.result(
-        lambda found: (-found.outcome.tokens_per_s, *found.cost(base), found.changes),
-        lambda found: found.outcome.tokens_per_s > base.tokens_per_s,
-    )
-
-
-def remedies(options: RunOptions, evaluate: Evaluate, setting: Setting) -> Alternatives:
-    """Find the cheapest changes, or pairs of changes, with which a run fits.
-
-    The cost of a change is the time that it adds to a step and the loss that it adds, at
-    ``PERCENT_OF_TIME``; changes whose price nobody has measured come last. If no pair is enough,
-    all changes that save memory are made together.
-
-    Raises:
-        ValueError, NotImplementedError, RuntimeError: The run as it is cannot run.
-    """
-    search = _Search(options, evaluate, setting)
-    smaller = [change for change in search.changes if change.memory != "more"]
-    search.try_all((change,) for change in in_turn(smaller, SMALLEST_FIRST))
-
-    def need_each_other(pair: Changes) -> bool:
-        alone = [search.nbytes((change,)) for change in pair]
-        return max(alone) < search.nbytes(()) and min(alone) > setting.memory_nbytes
-
-    search.try_all(search.pairs(need_each_other, search.cost))
-    if not any(map(search.fits, search.found.values())):
-        search.try_all([search.together(search.nbytes)])
-    base = search.base.outcome
-    return search.result(lambda found: (*found.cost(base), found.changes), lambda found: True)
 
 
 Changes = tuple[Change, ...]
 
 
-class _Search:
-    """Tries changes of a run, and notes what came of them; ``()`` is the run as it is."""
+class Search:
+    """Tries changes of a run, and notes what came of them; ``()`` is the run as it is.
 
-    def __init__(self, options: RunOptions, evaluate: Evaluate, setting: Setting) -> None:
-        self._options, self._evaluate, self._setting = options, evaluate, setting
-        self.changes = changes_of(options, setting.machine, setting.model)
+    Args:
+        options: Of the run as it is.
+        evaluate: Simulates it with others.
+        machine: Where.
+        model: What its model lets one choose.
+        base: Outcome of the run as it is.
+        base_s: Seconds that it took to simulate that.
+        shown: So many choices are shown, and simulated as a whole.
+        time_limit_s: For all simulations.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        evaluate: Evaluate,
+        machine: Machine,
+        model: Model,
+        *,
+        base: Outcome,
+        base_s: float,
+        shown: int,
+        time_limit_s: float,
+        clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._options, self._evaluate, self._machine = options, evaluate, machine
+        self._memory_nbytes, self._shown, self._clock = machine.gpu.memory_nbytes, shown, clock
+        self._changes = changes_of(options, machine, model)
         self._left_out: dict[str, None] = {}
-        began, limit = setting.clock(), setting.time_limit_s
-        self._whole_s = setting.base_s  # of the simulation of a whole model; 0: not known
-        self._price = price_of(options, setting.machine)
-        self._estimate = Estimator(evaluate, setting.machine, setting.model.layers)
-        outcome = setting.base or self._estimate(options)
-        if setting.base is not None:
-            self._estimate.compare(options, outcome)
-        self._estimate_s = setting.clock() - began
+        began = clock()
+        self._estimate = Estimator(evaluate, machine, model.layers)
+        self._estimate.compare(options, base)
+        self._estimate_s, self._whole_s = clock() - began, base_s  # what simulations take at most
         whole = self._estimate.few_layers(options) is None
-        reserved = min(_FOR_WHOLE, setting.shown * self._whole_s / limit or _FOR_WHOLE) * limit
-        self._end = began + limit
-        self._estimates_end = self._end - (0.0 if whole else reserved)
-        self.base = self._alternative((), outcome, whole or setting.base is not None)
-        self.found: dict[Changes, Alternative] = {(): self.base}
+        self._end = began + time_limit_s
+        reserved = 0.0 if whole else min(_FOR_WHOLE * time_limit_s, shown * base_s)
+        self._estimates_end = self._end - reserved
+        self._base = self._choice((), base, True)
+        self._found: dict[Changes, Choice] = {(): self._base}
 
-    def _alternative(self, changes: Changes, outcome: Outcome, verified: bool) -> Alternative:
-        options = made(self._options, changes)
-        price = price_of(options, self._setting.machine)
-        return Alternative(
-            changes=tuple(change.label for change in changes),
-            options=options,
-            outcome=outcome,
-            price=price,
-            added=added_price(price, self._price),
-            verified=verified,
+    def ranked(self) -> Alternatives:
+        """Find what fits, by tokens per second; only what is faster is simulated as a whole."""
+        by_products = sorted(
+            self._changes, key=lambda c: c.choices.get("recipe") not in FAST_RECIPES
+        )
+        self._try((change,) for change in in_turn(by_products, FASTEST_FIRST))
+        times = [choice.seconds for choice in self._found.values() if self._fits(choice)]
+        best = min(times, default=float("inf"))
+        self._try(self._pairs(lambda pair: self._seconds(pair) < best, self._seconds))
+        self._try([self._together(self._seconds)])
+        return self._result(
+            lambda choice: (-choice.tokens_per_s, *self.cost(choice), choice.changes),
+            lambda choice: choice.tokens_per_s > self._base.tokens_per_s,
         )
 
-    def try_all(self, sets: Iterable[Changes]) -> None:
+    def remedies(self) -> Alternatives:
+        """Find the cheapest changes, or pairs of changes, with which a run fits.
+
+        If no pair is enough, all changes that save memory are made together.
+        """
+        smaller = [change for change in self._changes if change.memory != "more"]
+        self._try((change,) for change in in_turn(smaller, SMALLEST_FIRST))
+
+        def need_each_other(pair: Changes) -> bool:
+            alone = [self._nbytes((change,)) for change in pair]
+            return max(alone) < self._nbytes(()) and min(alone) > self._memory_nbytes
+
+        self._try(self._pairs(need_each_other, self._expected_cost))
+        if not any(map(self._fits, self._found.values())):
+            self._try([self._together(self._nbytes)])
+        return self._result(lambda found: (*self.cost(found), found.changes), lambda found: True)
+
+    def cost(self, choice: Choice) -> tuple[bool, float]:
+        """Order by cost: what has no measured price last, then the time and loss that it adds.
+
+        A percent of loss counts as ``PERCENT_OF_TIME``.
+        """
+        added = added_price(choice.price, self._base.price)
+        slower = 100 * (choice.seconds / self._base.seconds - 1)
+        return bool(added.unmeasured), slower + PERCENT_OF_TIME * max(0.0, added.percent or 0.0)
+
+    def _choice(self, changes: Changes, outcome: Outcome, is_verified: bool) -> Choice:
+        return Choice(
+            changes=tuple(change.label for change in changes),
+            price=price_of(made(self._options, changes), self._machine),
+            is_verified=is_verified,
+            device_nbytes=outcome.device_nbytes,
+            seconds=outcome.seconds,
+            tokens_per_s=outcome.tokens_per_s,
+        )
+
+    def _try(self, sets: Iterable[Changes]) -> None:
         """Estimate sets of changes, in order, while there is time."""
-        too_large = self.base.outcome.device_nbytes > _MARGIN * self._setting.memory_nbytes
+        too_large = self._base.device_nbytes > _MARGIN * self._memory_nbytes
         for changes in sets:
-            label = ", ".join(change.label for change in changes)
             larger = too_large and all(change.memory == "more" for change in changes)
-            if changes in self.found or larger:
+            if changes in self._found or larger:
                 continue
-            began = self._setting.clock()
+            began = self._clock()
             if began + self._estimate_s > self._estimates_end:
-                self._left_out[label] = None
+                self._left_out[", ".join(change.label for change in changes)] = None
                 continue
             with suppress(*REFUSALS):  # of changes that cannot be made
                 options = made(self._options, changes)
                 outcome, whole = self._estimate(options), self._estimate.few_layers(options) is None
-                self.found[changes] = self._alternative(changes, outcome, whole)
-            self._estimate_s = max(self._estimate_s, self._setting.clock() - began)
+                self._found[changes] = self._choice(changes, outcome, whole)
+            self._estimate_s = max(self._estimate_s, self._clock() - began)
 
     # --- what to try next -------------------------------------------------------------------------
 
     def _gains(self, changes: Changes, of: Callable[[Outcome], float]) -> float:
         """Expect of changes made together what each of them alone brings."""
-        base = of(self.base.outcome)
-        return base + sum(of(self.found[(change,)].outcome) - base for change in changes)
+        return of(self._base) + sum(of(self._found[(c,)]) - of(self._base) for c in changes)
 
-    def seconds(self, changes: Changes) -> float:
-        """Time of a step to expect."""
+    def _seconds(self, changes: Changes) -> float:
         return self._gains(changes, lambda outcome: outcome.seconds)
 
-    def nbytes(self, changes: Changes) -> float:
-        """Memory to expect."""
+    def _nbytes(self, changes: Changes) -> float:
         return self._gains(changes, lambda outcome: outcome.device_nbytes)
 
-    def cost(self, changes: Changes) -> tuple[bool, float]:
-        """Cost to expect."""
-        base = self.base.outcome
-        outcome = replace(base, seconds=self.seconds(changes))
-        return self._alternative(changes, outcome, False).cost(base)
+    def _expected_cost(self, changes: Changes) -> tuple[bool, float]:
+        outcome = replace(self._base, seconds=self._seconds(changes))
+        return self.cost(self._choice(changes, outcome, False))
 
-    def pairs(
+    def _tried(self) -> list[Change]:
+        return [change for change in self._changes if (change,) in self._found]
+
+    def _pairs(
         self, wanted: Callable[[Changes], bool], order: Callable[[Changes], Any]
     ) -> list[Changes]:
         """Pairs that seem to fit, the best of each two topics; those that may not come last."""
-        memory = self._setting.memory_nbytes
-        tried = [change for change in self.changes if (change,) in self.found]
-        pairs = [pair for pair in combinations(tried, 2) if self._go_together(pair)]
+        memory = self._memory_nbytes
+        pairs = [pair for pair in combinations(self._tried(), 2) if self._go_together(pair)]
         best: dict[frozenset[str], Changes] = {}
-        for pair in sorted(pairs, key=lambda pair: (self.nbytes(pair) > memory, order(pair))):
-            if self.nbytes(pair) <= _MARGIN * memory and wanted(pair):
+        for pair in sorted(pairs, key=lambda pair: (self._nbytes(pair) > memory, order(pair))):
+            if self._nbytes(pair) <= _MARGIN * memory and wanted(pair):
                 best.setdefault(frozenset(change.topic for change in pair), pair)
         return list(best.values())[:_PAIRS]
 
     def _go_together(self, changes: Changes) -> bool:
         *others, last = changes
         fit = all(last.goes_with(other) for other in others)
-        return fit and all_matter(changes, self._options, self._setting.machine)
+        return fit and all_matter(changes, self._options, self._machine)
 
-    def together(self, of: Callable[[Changes], float]) -> Changes:
+    def _together(self, of: Callable[[Changes], float]) -> Changes:
         """All changes that lower something, those that do most before what excludes them."""
-        tried = [change for change in self.changes if (change,) in self.found]
         kept: list[Change] = []
-        for change in sorted(tried, key=lambda change: of((change,))):
+        for change in sorted(self._tried(), key=lambda change: of((change,))):
             if of((change,)) < of(()) and self._go_together((*kept, change)):
                 kept.append(change)
-        return tuple(sorted(kept, key=self.changes.index))
+        return tuple(sorted(kept, key=self._changes.index))
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def fits(self, found: Alternative) -> bool:
-        """Whether a device has the memory."""
-        return found.outcome.device_nbytes <= self._setting.memory_nbytes
+    def _fits(self, choice: Choice) -> bool:
+        return choice.device_nbytes <= self._memory_nbytes
 
-    def result(
-        self, order: Callable[[Alternative], Any], worth: Callable[[Alternative], bool]
+    def _result(
+        self, order: Callable[[Choice], Any], worth: Callable[[Choice], bool]
     ) -> Alternatives:
         """Put all in order, and simulate what is shown as a whole, if it is worth that."""
-        found, shown = list(self.found.values()), self._setting.shown
-        for _ in range(2 * shown):  # one that turns out too large makes room for the next
-            fitting = sorted(filter(self.fits, found), key=order)
-            left = [each for each in fitting[:shown] if not each.verified and worth(each)]
-            began = self._setting.clock()
+        found = {choice: changes for changes, choice in self._found.items()}
+        for _ in range(2 * self._shown):  # one that turns out too large makes room for the next
+            fitting = sorted(filter(self._fits, found), key=order)[: self._shown]
+            left = [choice for choice in fitting if not choice.is_verified and worth(choice)]
+            began = self._clock()
             if not left or began + max(self._whole_s, self._estimate_s) > self._end:
                 break
-            found.remove(left[0])
+            changes = found.pop(left[0])
             with suppress(*REFUSALS):
-                outcome = self._evaluate(left[0].options, None)
-                found.append(replace(left[0], outcome=outcome, verified=True))
-            self._whole_s = max(self._whole_s, self._setting.clock() - began)
-        too_large = [each for each in found if not self.fits(each)]
+                outcome = self._evaluate(made(self._options, changes), None)
+                found[self._choice(changes, outcome, True)] = changes
+            self._whole_s = max(self._whole_s, self._clock() - began)
+        too_large = [choice for choice in found if not self._fits(choice)]
         return Alternatives(
-            base=self.base,
-            fitting=tuple(sorted(filter(self.fits, found), key=order)),
-            too_large=tuple(sorted(too_large, key=lambda x: (x.outcome.device_nbytes, x.changes))),
+            fitting=tuple(sorted(filter(self._fits, found), key=order)),
+            too_large=tuple(sorted(too_large, key=lambda x: (x.device_nbytes, x.changes))),
             left_out=tuple(self._left_out),
         )

@@ -11,13 +11,9 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lq_lightning.data_parallel.config import PORT
 from lq_lightning.data_parallel.meeting import keep_meeting_point
-
-if TYPE_CHECKING:
-    from lq_lightning.planning.plan import Plan
 
 FITS, WRONG_INPUT, DOES_NOT_FIT = 0, 2, 3
 _USAGE = "lq-lightning plan [CONFIG.yaml | SCRIPT.py] [OPTION ...] [--trainer.OPTION=VALUE ...]"
@@ -88,7 +84,6 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", type=Path, help="what `lq-lightning doctor --profile FILE` measured")
     add = parser.add_argument_group("results").add_argument
     add("--json", type=Path, metavar="FILE", help="write the plan; PlanCheck compares runs with it")
-    add("--picture", type=Path, metavar="FILE.svg", help="memory over a step, and the pipeline")
     add("--no-alternatives", action="store_true", help="leave out what else would work")
     add("--check", action="store_true", help="also train three real steps here, and compare")
     add("--debug", action="store_true", help="show the traceback of an error")
@@ -160,8 +155,6 @@ def _plan(arguments: argparse.Namespace, others: Sequence[str]) -> int:
     sys.stdout.write(f"{plan}\n")
     if arguments.json is not None:
         plan.to_json(arguments.json)
-    if arguments.picture is not None:
-        arguments.picture.write_text(_picture(plan))
     if arguments.check:
         from lq_lightning.planning.check import check_run
 
@@ -177,19 +170,6 @@ def _meet(port: int) -> int:
     with suppress(KeyboardInterrupt):
         threading.Event().wait()
     return 0
-
-
-def _picture(plan: Plan) -> str:
-    """Draw the memory of the fullest rank, and the pipeline."""
-    from lq_lightning.planning.picture import draw
-
-    fullest = max(plan.memory, key=lambda rank: rank.peak.device_nbytes)
-    actions = [
-        (int(row.removeprefix("rank ")), label, start, end)
-        for row, label, start, end in plan.step.timeline
-        if row.startswith("rank ") and label[:1] in "FBIW"
-    ]
-    return draw(fullest.peak.timeline, actions, plan.name)
 
 
 def _silence() -> None:

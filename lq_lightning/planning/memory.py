@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -63,7 +63,6 @@ _ALLOCATED_ERROR = 0.015
 """Of the peak of allocated bytes: temporary memory within kernels, moments of frees."""
 _RESERVED_ERROR = 0.055
 """Of what the allocator reserves, where streams and sizes of blocks meet otherwise than here."""
-_TIMELINE_POINTS = 240
 _OWNED: dict[str, Kind] = {
     "optimizer state": "optimizer states",
     "buffer": "weights",
@@ -85,8 +84,8 @@ class MemoryPeak:
         kinds: Bytes by kind at the peak of allocated bytes. Their sum is :attr:`device_nbytes`;
             without ``"CUDA and NCCL"`` and ``"fragmentation"`` it is :attr:`allocated_nbytes`.
         when: The moment of the peak in words.
-        timeline: Allocated bytes by kind over the last step, each with the part of the step: the
-            largest ones of equally many events.
+        most: Allocated bytes by kind where these are most within the last step; of gradients, those
+            that are there for the optimizer.
         allocated_interval: Interval of :attr:`allocated_nbytes`.
     """
 
@@ -97,7 +96,7 @@ class MemoryPeak:
     high_nbytes: int
     kinds: Mapping[str, int]
     when: str
-    timeline: tuple[tuple[str, Mapping[str, int]], ...]
+    most: Mapping[str, int]
     allocated_interval: tuple[int, int]
 
 
@@ -118,10 +117,7 @@ def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
         high_nbytes=reserved + constant + error,
         kinds=parts,
         when=replay.when,
-        timeline=tuple(
-            (part, {kind: nbytes for kind, nbytes in kinds.items() if nbytes})
-            for part, kinds in replay.largest
-        ),
+        most=dict(replay.most),
         allocated_interval=(allocated - less, allocated + less),
     )
 
@@ -151,76 +147,30 @@ def _outside_allocator(trace: Trace, machine: Machine) -> tuple[int, int]:
     return context + nccl, int(_CONTEXT_ERROR * context + _NCCL_ERROR * nccl)
 
 
-class _Moment(NamedTuple):
-    """A point of a run: step (from 0; -1 before training), micro-batch (from 1), phase, action."""
-
-    step: int = -1
-    batch: int = 0
-    phase: str = "setup"
-    action: tuple[str, int, int] | None = None
-
-    def after(self, event: Event) -> _Moment:
-        """Return the point that an event brings a rank to."""
-        if isinstance(event, Mark):
-            phase = _AFTER.get(event.name, self.phase)
-            if event.name != "batch":
-                return self._replace(phase=phase, action=None)
-            again = event.step == self.step
-            return _Moment(event.step, self.batch + 1 if again else 1, phase)
-        if isinstance(event, (Operator, Collective)):
-            return self._replace(phase=event.phase, action=event.action)
-        return self
-
-    @property
-    def part(self) -> str:
-        """The part of a step in a few words, such as ``"backward 2"``."""
-        if self.phase not in ("forward", "backward"):
-            return self.phase
-        return f"{self.phase} {self.batch if self.action is None else self.action[2] + 1}"
-
-    def words(self, storage: Storage | None, kind: str) -> str:
-        """Say in words when a storage of this kind was allocated."""
-        phase, doing = self.phase, ""
-        if storage is not None:
-            phase = storage.phase
-            if kind == "logits and loss":
-                doing = ", in the loss"
-            elif storage.operator:
-                doing = f", while `{_short(storage.operator)}` ran"
-        if self.step < 0:
-            return f"before the first step{doing}"
-        step = f"step {self.step + 1}{doing}"
-        if phase not in ("forward", "backward"):
-            return f"{'optimizer' if phase == 'optimizer' else 'around'} {step}"
-        batch, stage = self.batch, ""
-        if self.action is not None:
-            batch, stage = self.action[2] + 1, f" on stage {self.action[1]}"
-        return f"{phase} of micro-batch {batch}{stage} in {step}"
-
-
 class _Replay:
     """Runs a trace through an allocator and keeps bytes by kind at the peak and in the last step.
 
-    ``when`` says when the peak was. ``largest`` has, of equally long stretches of events of the
-    last step, the part of the step and bytes by kind where most is allocated.
+    ``when`` says when the peak was: a step (from 0, -1 before training), micro-batch (from 1) and
+    action of a pipeline.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.allocator, kinds = CachingAllocator(), Classification(trace)
         self.at_peak: dict[str, int] = {}
-        self.largest: list[tuple[str, dict[str, int]]] = []
-        self._moment = _Moment()
-        self.when = self._moment.words(None, "")
-        self._most = -1
-        self._now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self._step, self._batch, self._phase = -1, 0, "setup"
+        self._action: tuple[str, int, int] | None = None
+        self.when = self._words(None, "")
+        self._peak, self._now = -1, Counter[str]()
         self._workspaces: set[tuple[bool, int]] = set()
         sizes: dict[Storage, int] = {}
         start = len(trace.events) - len(trace.last_steps())
-        length = max(1, (len(trace.events) - start) // _TIMELINE_POINTS)
-        most = -1
         events = zip(trace.events, _on_device(trace.events), strict=True)
         for index, (original, event) in enumerate(events):
-            self._moment = self._moment.after(original)
+            self._move(original)
+            if index == start:
+                self.most = self._now.copy()
+                del self.most["gradients"]
             block = self.allocator.apply(event)
             if block is not None and isinstance(event, Allocate):
                 sizes[event.storage] = block.nbytes
@@ -229,21 +179,45 @@ class _Replay:
                 self._now[kinds.of(event.storage)] -= sizes.pop(event.storage)
             elif isinstance(event, Operator):
                 self._add_workspace(event)
-            if index < start:
-                continue
-            if (index - start) % length == 0:
-                self.largest.append((self._moment.part, dict(self._now)))
-            elif self.allocator.allocated > most:
-                self.largest[-1] = (self._moment.part, dict(self._now))
-            else:
-                continue
-            most = self.allocator.allocated
+            elif event == Mark("optimizer", trace.steps - 1):
+                self.most["gradients"] = self._now["gradients"]
+
+    def _move(self, event: Event) -> None:
+        """Note where in a run an event is."""
+        if isinstance(event, Mark):
+            if event.name == "batch":
+                self._batch = self._batch + 1 if event.step == self._step else 1
+                self._step = event.step
+            self._phase, self._action = _AFTER.get(event.name, self._phase), None
+        elif isinstance(event, (Operator, Collective)):
+            self._phase, self._action = event.phase, event.action
+
+    def _words(self, storage: Storage | None, kind: str) -> str:
+        """Say in words when a storage of this kind was allocated."""
+        phase, doing = self._phase, ""
+        if storage is not None:
+            phase = storage.phase
+            if kind == "logits and loss":
+                doing = ", in the loss"
+            elif storage.operator:
+                doing = f", while `{_short(storage.operator)}` ran"
+        if self._step < 0:
+            return f"before the first step{doing}"
+        step = f"step {self._step + 1}{doing}"
+        if phase not in ("forward", "backward"):
+            return f"{'optimizer' if phase == 'optimizer' else 'around'} {step}"
+        batch, stage = self._batch, ""
+        if self._action is not None:
+            batch, stage = self._action[2] + 1, f" on stage {self._action[1]}"
+        return f"{phase} of micro-batch {batch}{stage} in {step}"
 
     def _add(self, kind: str, nbytes: int, storage: Storage | None = None) -> None:
         self._now[kind] += nbytes
-        if self.allocator.allocated > self._most:
-            self._most, self.at_peak = self.allocator.allocated, dict(self._now)
-            self.when = self._moment.words(storage, kind)
+        if kind != "gradients":
+            self.most[kind] = max(self.most[kind], self._now[kind])
+        if self.allocator.allocated > self._peak:
+            self._peak, self.at_peak = self.allocator.allocated, dict(self._now)
+            self.when = self._words(storage, kind)
 
     def _add_workspace(self, product: Operator) -> None:
         """Allocate what cuBLAS keeps from the first product of a thread on a stream."""

@@ -18,11 +18,10 @@ from lq_lightning.foundation.nested import from_plain
 from lq_lightning.pipeline.schedules import Program as Orders
 from lq_lightning.pipeline.schedules import stages_of_rank, training_program
 from lq_lightning.planning.alternatives import (
+    Choice,
     Outcome,
-    Setting,
+    Search,
     number_of_equal_layers,
-    ranked,
-    remedies,
     with_layers,
 )
 from lq_lightning.planning.changes import Model
@@ -74,22 +73,6 @@ class RankMemory:
     rank: int
     stage: int
     peak: MemoryPeak
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """The run with other options: memory of the fullest rank, time of a step, tokens of all ranks.
-
-    ``changes`` are those that a user would write; none for the run as it is. ``is_verified`` says
-    whether all layers were simulated, and not a few.
-    """
-
-    changes: tuple[str, ...]
-    device_nbytes: int
-    seconds: float
-    tokens_per_s: float
-    price: Price
-    is_verified: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,38 +267,27 @@ def plan_run(
 
 def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulations) -> Plan:
     """Add what else would work, and the network on which codes pay."""
-    machine, options = plan.machine, simulated.options
-    search = ranked if plan.fits else remedies
-    setting = Setting(
-        machine=machine,
-        memory_nbytes=machine.gpu.memory_nbytes,
-        model=simulated.model,
+    search = Search(
+        simulated.options,
+        simulations.evaluate,
+        plan.machine,
+        simulated.model,
         base=plan.outcome,
         base_s=simulated.took_s,
         shown=_SHOWN if plan.fits else _REMEDIES,
         time_limit_s=_SEARCH_S,
-        clock=time.process_time,
     )
-    found = search(options, simulations.evaluate, setting)
-    choices = tuple(
-        Choice(
-            changes=each.changes,
-            **asdict(each.outcome),
-            price=each.price,
-            is_verified=each.verified,
-        )
-        for each in found.fitting
-    )
+    found = search.ranked() if plan.fits else search.remedies()
     notes = plan.notes
-    if not choices:
+    if not found.fitting:
         notes += (f"None of {len(found.too_large) - 1} other choices that were tried fits.",)
     if found.left_out:
         notes += (f"There was no time to try {'; '.join(found.left_out)}.",)
     return replace(
         plan,
         codes_pay_below=codes_pay_below(simulated, simulations),
-        alternatives=choices[:_SHOWN] if plan.fits else (),
-        remedies=() if plan.fits else choices[:_REMEDIES],
+        alternatives=found.fitting[:_SHOWN] if plan.fits else (),
+        remedies=() if plan.fits else found.fitting[:_REMEDIES],
         notes=notes,
     )
 

@@ -50,7 +50,6 @@ from .trace import (
     Wait,
 )
 
-Span = tuple[str, str, float, float]
 SURE = 1.645  # standard deviations around an interval that contains 90%
 
 # Host time in that of issuing an operator. Python around operators is counted where a trace shows
@@ -67,8 +66,7 @@ class StepTime:
 
     ``parts`` are what the computing stream does meanwhile; they add up to ``seconds``. In a
     pipeline they are of the rank that waits least. GPUs of a node send each other
-    ``sent_within_nbytes``, a node sends others ``sent_between_nbytes``. ``timeline`` has row,
-    label, start and end in seconds of the actions of a pipeline.
+    ``sent_within_nbytes``, a node sends others ``sent_between_nbytes``.
     """
 
     seconds: float
@@ -77,7 +75,6 @@ class StepTime:
     parts: Mapping[str, float]
     sent_within_nbytes: float
     sent_between_nbytes: float
-    timeline: tuple[Span, ...] = ()
 
 
 def step_time(
@@ -92,7 +89,7 @@ def step_time(
         ValueError: Not one trace for each rank of the schedule, or a trace without steps.
     """
     prepared = _prepared(traces, machine, schedule)
-    seconds, parts, timeline = _replayed(prepared, schedule, Slower())
+    seconds, parts = _replayed(prepared, schedule, Slower())
     errors = _errors(machine)
     high = low = 0.0
     for name, error in errors.items():
@@ -114,7 +111,6 @@ def step_time(
         parts={name: parts.get(name, 0.0) for name in PARTS},
         sent_within_nbytes=max(within for within, _ in sent),
         sent_between_nbytes=max(between for _, between in sent),
-        timeline=timeline,
     )
 
 
@@ -138,10 +134,10 @@ def _prepared(
 
 def _replayed(
     prepared: Sequence[_Prepared], schedule: Program | None, slower: Slower
-) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
+) -> tuple[float, Mapping[str, float]]:
     replays = [_Replay(each, slower) for each in prepared]
     if schedule is None:
-        return replays[0].seconds, replays[0].parts, ()
+        return replays[0].seconds, replays[0].parts
     return _of_pipeline(replays, schedule)
 
 
@@ -381,10 +377,8 @@ class _Replay:
 # --- a pipeline -----------------------------------------------------------------------------------
 
 
-def _of_pipeline(
-    replays: Sequence[_Replay], program: Program
-) -> tuple[float, Mapping[str, float], tuple[Span, ...]]:
-    """Return the time of a step of all ranks, its parts on the rank that waits least, and spans.
+def _of_pipeline(replays: Sequence[_Replay], program: Program) -> tuple[float, Mapping[str, float]]:
+    """Return the time of a step of all ranks, and its parts on the rank that waits least.
 
     A rank begins the next step when it has updated its weights. The second step is the one that
     counts: in the first, all ranks begin at once.
@@ -395,21 +389,18 @@ def _of_pipeline(
     rank = min(range(len(replays)), key=lambda r: sum(clock.gaps[r].values()))
     parts: Any = replays[rank].parts + clock.gaps[rank]
     parts[BUBBLE] += seconds - sum(parts.values())  # until the last rank ends
-    spans = [(row, label, a - ends[0], b - ends[0]) for row, label, a, b in clock.spans]
-    return seconds, parts, tuple(spans)
+    return seconds, parts
 
 
 class _PipelineClock:
     """Ranks of a pipeline, each working off its order as messages arrive.
 
-    ``gaps`` and ``spans`` are of the last step: by rank, waiting for computations of others and for
-    messages; all actions.
+    ``gaps`` are of the last step: by rank, waiting for computations of others and for messages.
     """
 
     def __init__(self, replays: Sequence[_Replay], program: Program) -> None:
         self.program = program
         self.gaps: list[Any] = []
-        self.spans: list[Span] = []
         self._actions = [replay.actions for replay in replays]
         self._sends = {action: sent for replay in replays for action, sent in replay.sends.items()}
         self._free = [0.0] * len(replays)
@@ -417,7 +408,7 @@ class _PipelineClock:
 
     def step(self) -> float:
         """Run one step; return when the last rank has ended it."""
-        self.gaps, self.spans = [Counter() for _ in self._free], []
+        self.gaps = [Counter() for _ in self._free]
         waiting = [deque(order) for order in self.program.orders]
         arrived: dict[Key, tuple[float, float, str]] = {}
         while any(waiting):
@@ -450,7 +441,6 @@ class _PipelineClock:
             self.gaps[rank][level] += begin - self._free[rank] - late
         end = begin + sum(self._actions[rank].get(action, Counter()).values())
         self._free[rank] = end
-        self.spans.append((f"rank {rank}", f"{kind}{stage}.{microbatch}", begin, end))
         backward = kind != "F"
         if (
             kind != "W"

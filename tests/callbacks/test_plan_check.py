@@ -28,7 +28,7 @@ def plan(stages: int = 1, **step: float) -> dict[str, Any]:
         "low_nbytes": 14000,
         "high_nbytes": 16000,
         "kinds": kinds,
-        "timeline": [["forward 1", kinds], ["optimizer", {"optimizer states": 8000}]],
+        "most": {**kinds, "optimizer states": 8000},
     }
     seconds = {"seconds": 2.0, "low_s": 1.0, "high_s": 3.0}
     sent = {"sent_within_nbytes": 0, "sent_between_nbytes": 1000}

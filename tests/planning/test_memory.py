@@ -142,14 +142,16 @@ def test_logits_are_no_weights_where_there_are_as_many_tokens_as_channels():
     assert kinds["gradients"] == 0
 
 
-def test_timeline_shows_the_last_step():
-    timeline = peak_memory(_train(Recorder()), MACHINE).timeline
-    labels = [label for label, _ in timeline]
-    assert labels[0] == "forward 1"
-    assert {"backward 1", "forward 2", "backward 2", "optimizer"} <= set(labels)
-    assert all(kinds["optimizer states"] == 256 * MIB for _, kinds in timeline)
-    saved = {label: kinds.get("saved activations") for label, kinds in timeline}
-    assert saved["optimizer"] is None
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_most_is_of_the_last_step_and_gradients_are_those_of_the_optimizer(micro_batches):
+    recorder = Recorder()
+    recorder.free(recorder.allocate(500, owner="buffer"))
+    most = peak_memory(_train(recorder, micro_batches=micro_batches), MACHINE).most
+    assert (most["optimizer states"], most["saved activations"]) == (256 * MIB, 100 * MIB)
+    assert most["weights"] == 20 * MIB
+    sums = {1: "gradients", 2: "gradient sums"}[micro_batches]
+    assert most[sums] == 128 * MIB
+    assert most["gradients"] == (128 * MIB if micro_batches == 1 else 0)
 
 
 def test_nccl_counts_groups_and_peers():
@@ -179,4 +181,4 @@ def test_pipelines_and_tensor_parallelism_have_communicators_of_their_own():
 
 def test_empty_trace():
     peak = peak_memory(Trace(rank=0, world_size=1, gpus_per_node=1), MACHINE)
-    assert (peak.allocated_nbytes, peak.timeline) == (0, ())
+    assert (peak.allocated_nbytes, peak.most) == (0, {})

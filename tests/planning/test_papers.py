@@ -38,7 +38,7 @@ def _gigabytes(folder: Path, layers: int, gpus: int) -> dict[str, float]:
     peak = plan.memory[0].peak
     found = {"all": peak.allocated_nbytes / 1e9}
     for kind in ("optimizer states", "saved activations"):
-        found[kind] = max(kinds.get(kind, 0) for _, kinds in peak.timeline) / 1e9
+        found[kind] = peak.most[kind] / 1e9
     return found
 
 

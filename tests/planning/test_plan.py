@@ -159,8 +159,7 @@ def test_ranks_in_the_middle_of_a_pipeline_are_alike() -> None:
     assert simulated.microbatches == 6
     assert simulated.layout.pipeline == 6
     assert simulated.tokens_per_step == 6 * 4
-    step = simulated.step_time(machine)
-    assert len({row for row, *_ in step.timeline}) == 6
+    assert simulated.step_time(machine).parts["bubble"] > 0
     events = simulated.trace_at(4).events
     stages = {e.action[1] for e in events if isinstance(e, Operator) and e.action}
     assert stages == {4}

@@ -355,12 +355,6 @@ def test_messages_between_stages_are_exposed_where_ranks_wait_for_them() -> None
     assert found.seconds > free.seconds
     assert found.parts[BETWEEN] > 0
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert len(found.timeline) == 2 * 2 * 4
-    spans = {(row, label): (start, end) for row, label, start, end in found.timeline}
-    assert spans["rank 0", "F0.0"][1] - spans["rank 0", "F0.0"][0] == pytest.approx(1.0)
-    assert spans["rank 1", "F1.0"][0] - spans["rank 0", "F0.0"][1] == pytest.approx(
-        1.0
-    )  # its message
 
 
 def test_eager_1f1b_hides_the_messages_that_1f1b_waits_for() -> None:
