@@ -156,10 +156,11 @@ def _plan(arguments: argparse.Namespace, others: Sequence[str]) -> int:
     if arguments.json is not None:
         plan.to_json(arguments.json)
     if arguments.check:
+        from lq_lightning.callbacks.plan_check import checked_table
         from lq_lightning.planning.check import check_run
 
-        checked = check_run(run, plan, machine, batch=arguments.batch)
-        sys.stdout.write(f"\n{checked}\n")
+        note, lines = check_run(run, plan, machine, batch=arguments.batch)
+        sys.stdout.write(f"\n{note}{checked_table(lines)}\n")
     return FITS if plan.fits else DOES_NOT_FIT
 
 

@@ -496,14 +496,19 @@ class OneBatch:
             yield copy.deepcopy(self.batch)
 
 
-def find_batch(module: LightningModule, data: Any, keeps: bool = False) -> tuple[Any, str]:
+def find_batch(
+    module: LightningModule, data: Any, keeps: bool = False, given: Any = None
+) -> tuple[Any, str]:
     """Return the first batch of a rank, and where it is from; data are neither made nor loaded.
 
-    With ``keeps``, training with the same data may follow, which then gets all of them.
+    With ``keeps``, training with the same data may follow, which then gets all of them. A batch that
+    is ``given``, perhaps as :func:`parse_batch` reads it, is the one.
 
     Raises:
         ValueError: there is none without files or downloads.
     """
+    if given is not None:
+        return parse_batch(given) if isinstance(given, str) else given, "`batch`"
     failed = ""
     for owner in (data, module):
         if callable(make := getattr(owner, "example_batch", None)):

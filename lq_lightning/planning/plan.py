@@ -31,7 +31,6 @@ from lq_lightning.planning.config import (
     Program,
     describe,
     find_batch,
-    parse_batch,
     python_program,
 )
 from lq_lightning.planning.machine import Machine, make_machine
@@ -235,10 +234,7 @@ def plan_run(
     """
     own, module, data = run.look()
     place = make_machine(**_with_layout(machine, own))
-    if batch is None:
-        batch, origin = find_batch(module, data, run.keeps_data)
-    else:
-        batch, origin = parse_batch(batch) if isinstance(batch, str) else batch, "`batch`"
+    batch, origin = find_batch(module, data, run.keeps_data, batch)
     simulations = Simulations(run=run, batch=batch, origin=origin, machine=place)
     simulated = simulations()
     if not (step := simulated.step_time(place)).seconds:
