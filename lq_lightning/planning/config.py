@@ -501,8 +501,8 @@ def find_batch(
 ) -> tuple[Any, str]:
     """Return the first batch of a rank, and where it is from; data are neither made nor loaded.
 
-    With ``keeps``, training with the same data may follow, which then gets all of them. A batch that
-    is ``given``, perhaps as :func:`parse_batch` reads it, is the one.
+    With ``keeps``, training with the same data may follow, which then gets all of them. Where a
+    batch is ``given``, perhaps as :func:`parse_batch` reads it, it is that.
 
     Raises:
         ValueError: there is none without files or downloads.

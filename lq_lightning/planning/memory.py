@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import torch
 
 from lq_lightning.planning.allocator import MIB, CachingAllocator
+from lq_lightning.planning.costs import short_name
 from lq_lightning.planning.machine import Machine
 from lq_lightning.planning.timing import SURE
 from lq_lightning.planning.trace import (
@@ -200,7 +201,7 @@ class _Replay:
             if kind == "logits and loss":
                 doing = ", in the loss"
             elif storage.operator:
-                doing = f", while `{_short(storage.operator)}` ran"
+                doing = f", while `{storage.operator.removesuffix('.default')}` ran"
         if self._step < 0:
             return f"before the first step{doing}"
         step = f"step {self._step + 1}{doing}"
@@ -221,7 +222,7 @@ class _Replay:
 
     def _add_workspace(self, product: Operator) -> None:
         """Allocate what cuBLAS keeps from the first product of a thread on a stream."""
-        if _short(product.name).rpartition(".")[2] in _PRODUCTS:
+        if short_name(product) in _PRODUCTS:
             user = product.phase == "backward", product.stream
             if user not in self._workspaces:
                 self._workspaces.add(user)
@@ -292,25 +293,21 @@ class Classification:
         elif "embedding" in event.name:
             embeddings.add(matrices[0][0])
             self._weights.add(matrices[0])
-        elif event.flops and _short(event.name).rpartition(".")[2] in _PRODUCTS:
+        elif event.flops and short_name(event) in _PRODUCTS:
             self._weights.add(matrices[-1][::-1])  # a layer multiplies by its weight's transpose
 
     def of(self, storage: Storage) -> Kind:
         """Return the kind of a storage."""
         if storage not in self._known:
-            self._known[storage] = self._owned(storage) or self._unowned(storage)
+            owned = _OWNED.get(storage.owner)
+            if storage.owner == "parameter":
+                master = self._low and storage.dtype == torch.float32
+                owned = "master weights" if master else "weights"
+            self._known[storage] = owned or self._of_package(storage) or self._of_user(storage)
         return self._known[storage]
 
-    def _owned(self, storage: Storage) -> Kind | None:
-        if storage.owner == "parameter":
-            master = self._low and storage.dtype == torch.float32
-            return "master weights" if master else "weights"
-        return _OWNED.get(storage.owner)
-
-    def _unowned(self, storage: Storage) -> Kind:
-        kind = self._of_package(storage)
-        if kind is not None:
-            return kind
+    def _of_user(self, storage: Storage) -> Kind:
+        """Return the kind of a storage by its moment and life."""
         if storage.owner == "gradient":
             return "gradient sums" if self._spans_batches(storage) else "gradients"
         if storage.phase == "forward":
@@ -322,7 +319,7 @@ class Classification:
             saved = died is not None and self._ends.get(died) == "backward"
             return "saved activations" if saved else "temporary"
         if storage.phase == "backward":
-            if self._is_gradient(storage):
+            if storage.shape in self._weights or self._updated(storage):
                 return "gradient sums" if self._spans_batches(storage) else "gradients"
             if self._is_logits(storage):
                 return "logits and loss"
@@ -351,13 +348,10 @@ class Classification:
     def _is_logits(self, storage: Storage) -> bool:
         return len(storage.shape) > 1 and storage.shape[-1] in self._vocabulary
 
-    def _is_gradient(self, storage: Storage) -> bool:
-        return storage.shape in self._weights or self._updated(storage)
-
     def _updated(self, storage: Storage) -> bool:
         """Tell whether a storage of backward is there when the optimizer steps."""
         place = bisect_right(self._updates, storage.born)
-        return place < len(self._updates) and self._lives_at(storage, self._updates[place])
+        return place < len(self._updates) and _lives_at(storage, self._updates[place])
 
     def _spans_batches(self, storage: Storage) -> bool:
         """Tell whether it lives on in a later micro-batch of the same step."""
@@ -365,20 +359,16 @@ class Classification:
         if not 0 < place < len(self._forwards):
             return False
         index, step = self._forwards[place]
-        return step == self._forwards[place - 1][1] and self._lives_at(storage, index)
+        return step == self._forwards[place - 1][1] and _lives_at(storage, index)
 
     def _long(self, storage: Storage) -> bool:
         """Tell whether it outlives a step, or is made before the first one and stays."""
         later = [index for index in self._updates if index > storage.born]
         return storage.died is None or len(later) > 1 and storage.died > later[1]
 
-    @staticmethod
-    def _lives_at(storage: Storage, index: int) -> bool:
-        return storage.died is None or storage.died > index
 
-
-def _short(name: str) -> str:
-    return name.removesuffix(".default")
+def _lives_at(storage: Storage, index: int) -> bool:
+    return storage.died is None or storage.died > index
 
 
 def of_host_memory(traces: Sequence[Trace], gpus_per_node: int) -> tuple[str, ...]:

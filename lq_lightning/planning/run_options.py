@@ -91,7 +91,8 @@ class RunOptions:
         if not isinstance(strategy, (QuantizedFSDPStrategy, QuantizedPipelineStrategy)):
             name, own, given = type(strategy).__name__, {}, {}
         own["pipeline_size"] = own.get("pipeline_size") if pipeline else 1
-        kept = next((c for c in _callbacks(trainer) if isinstance(c, ActivationQuantization)), None)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        kept = next((c for c in callbacks if isinstance(c, ActivationQuantization)), None)
         codes: dict[str, Any] = {} if kept is None else kept.given
         own |= {name: codes.get(name) for name in _OF_ACTIVATIONS}
         states = plugin.given if isinstance(plugin, QuantizedPrecision) else {}
@@ -99,13 +100,16 @@ class RunOptions:
         return cls(
             strategy=str(name),
             **own,
-            checkpointing=module is not None and _is_checkpointed(module),
+            checkpointing=any(
+                getattr(each, "gradient_checkpointing", False) is True
+                for each in (() if module is None else module.modules())
+            ),
             precision=str(plugin.precision),
             optimizer_state=states.get("optimizer_state", "none"),
             gradient_buffer=states.get("gradient_buffer", "none"),
             accumulates=passes * trainer.accumulate_grad_batches > 1,
             all_reduce=ddp_hook_of(strategy) is quantized_all_reduce_hook,
-            learned_bits=any(isinstance(c, AdaptiveBits) for c in _callbacks(trainer)),
+            learned_bits=any(isinstance(c, AdaptiveBits) for c in callbacks),
             others=given,
         )
 
@@ -212,15 +216,12 @@ class RunOptions:
             changed["precision"] = None
         changed["plugins"] = plugins
         if self.is_ours:
-            changed["strategy"] = self._make_strategy()
+            pipeline = self.strategy == "quantized_pipeline"
+            unknown = ("local_steps",) if pipeline else _OF_PIPELINE
+            own = {name: getattr(self, name) for name in _OF_STRATEGY if name not in unknown}
+            make = QuantizedPipelineStrategy if pipeline else QuantizedFSDPStrategy
+            changed["strategy"] = make(**own, **self.others)
         return changed
-
-    def _make_strategy(self) -> QuantizedFSDPStrategy | QuantizedPipelineStrategy:
-        pipeline = self.strategy == "quantized_pipeline"
-        unknown = ("local_steps",) if pipeline else _OF_PIPELINE
-        own = {name: getattr(self, name) for name in _OF_STRATEGY if name not in unknown}
-        cls = QuantizedPipelineStrategy if pipeline else QuantizedFSDPStrategy
-        return cls(**own, **self.others)
 
     def changed(self, **choices: Any) -> RunOptions:
         """Return these options with others in place of some."""
@@ -245,7 +246,17 @@ class EnableCheckpointing(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait for the model to be complete."""
         if stage == "fit":
-            AfterConfigureModel(pl_module, enable_checkpointing)
+            AfterConfigureModel(pl_module, self._enable)
+
+    @staticmethod
+    def _enable(module: nn.Module) -> None:
+        enable = checkpointing_of(module)
+        if enable is None:
+            raise ValueError(
+                f"`{type(module).__name__}` has no module with `gradient_checkpointing_enable()`: "
+                "checkpoint its layers in its own forward."
+            )
+        enable()
 
 
 def checkpointing_of(module: nn.Module) -> Callable[[], None] | None:
@@ -255,26 +266,6 @@ def checkpointing_of(module: nn.Module) -> Callable[[], None] | None:
         if callable(method):
             return method  # type: ignore[no-any-return]
     return None
-
-
-def enable_checkpointing(module: nn.Module) -> None:
-    """Let a model recompute its layers in backward."""
-    enable = checkpointing_of(module)
-    if enable is None:
-        raise ValueError(
-            f"`{type(module).__name__}` has no module with `gradient_checkpointing_enable()`: "
-            "checkpoint its layers in its own forward."
-        )
-    enable()
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    return any(getattr(each, "gradient_checkpointing", False) is True for each in module.modules())
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
 
 
 _OWN_CALLBACKS = (ActivationQuantization, EnableCheckpointing)
