@@ -109,11 +109,11 @@ class Simulated:
 
     def allocated(self, machine: Any) -> float:
         """Peak bytes of the largest rank."""
-        return max(rank.peak.allocated_nbytes for rank in self.simulation.memory(machine))
+        return max(peak.allocated_nbytes for peak in self.simulation.memory(machine))
 
     def kind(self, name: str, machine: Any) -> float:
         """Bytes of a kind of memory, where it is most within the last step."""
-        return float(self.simulation.memory(machine)[0].peak.most.get(name, 0))
+        return float(self.simulation.memory(machine)[0].most.get(name, 0))
 
     def seconds(self, machine: Any, reading: str) -> float:
         """Time of a step with overlap, or of all its parts one after another."""

@@ -309,10 +309,10 @@ def compare(plan: Mapping[str, Any], measured: Sequence[Measured]) -> list[Check
     Of each stage and node the largest counts.
     """
     lines: list[CheckedLine] = []
-    for rank in plan["memory"]:
-        of_stage = [each for each in measured if each.stage == rank["stage"]]
-        where = f" of stage {rank['stage']}" if len(plan["memory"]) > 1 else ""
-        lines += _memory_lines(rank["peak"], of_stage, where)
+    for peak in plan["memory"]:
+        of_stage = [each for each in measured if each.stage == peak["stage"]]
+        where = f" of stage {peak['stage']}" if len(plan["memory"]) > 1 else ""
+        lines += _memory_lines(peak, of_stage, where)
     return [*lines, *_step_lines(plan, measured)]
 
 

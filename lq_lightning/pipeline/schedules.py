@@ -97,11 +97,12 @@ class Program:
         if source == target:
             return
         for index, action in enumerate(self.orders[source]):
-            key = self._sent_after(action)
+            key = self.sent_after(action)
             if key and self.rank_of(key.boundary + (not key.backward)) == target:
                 yield key, bisect_left(self.turns[target], self.turns[source][index])
 
-    def _sent_after(self, action: Action) -> Key | None:
+    def sent_after(self, action: Action) -> Key | None:
+        """Return the message that an action makes, if any."""
         if action.kind == "F" and action.stage < self.num_stages - 1:
             return Key(action.stage, False, action.microbatch)
         if action.kind in "BI" and action.stage > 0:

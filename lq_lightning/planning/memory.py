@@ -77,6 +77,8 @@ class MemoryPeak:
     """Device memory of one rank where it is most.
 
     Attributes:
+        rank: The rank, which stands for all of its stage.
+        stage: Place in its pipeline, 0 without one.
         allocated_nbytes: As ``torch.cuda.max_memory_allocated`` would return over the whole run.
         reserved_nbytes: As ``torch.cuda.max_memory_reserved`` would.
         device_nbytes: With what the allocator does not see: as ``nvidia-smi`` would show.
@@ -90,6 +92,8 @@ class MemoryPeak:
         allocated_interval: Interval of :attr:`allocated_nbytes`.
     """
 
+    rank: int
+    stage: int
     allocated_nbytes: int
     reserved_nbytes: int
     device_nbytes: int
@@ -101,8 +105,8 @@ class MemoryPeak:
     allocated_interval: tuple[int, int]
 
 
-def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
-    """Return the peak of device memory of a simulated rank."""
+def peak_memory(trace: Trace, machine: Machine, stage: int = 0) -> MemoryPeak:
+    """Return the peak of device memory of a simulated rank of a pipeline's stage."""
     replay = _Replay(trace)
     allocated, reserved = replay.allocator.max_allocated, replay.allocator.reserved
     constant, error = _outside_allocator(trace, machine)
@@ -111,6 +115,8 @@ def peak_memory(trace: Trace, machine: Machine) -> MemoryPeak:
     error = int(SURE * math.hypot(error, _RESERVED_ERROR * reserved))
     less = int(_ALLOCATED_ERROR * allocated) + _WORKSPACE_NBYTES
     return MemoryPeak(
+        rank=trace.rank,
+        stage=stage,
         allocated_nbytes=allocated,
         reserved_nbytes=reserved,
         device_nbytes=reserved + constant,

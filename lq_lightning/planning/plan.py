@@ -66,15 +66,6 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankMemory:
-    """Peak of a simulated rank, which stands for all of its pipeline stage."""
-
-    rank: int
-    stage: int
-    peak: MemoryPeak
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What a run needs: memory, time, bytes and loss, each with its uncertainty.
 
@@ -100,7 +91,7 @@ class Plan:
     name: str
     machine: Machine
     layout: Layout
-    memory: tuple[RankMemory, ...]
+    memory: tuple[MemoryPeak, ...]
     step: StepTime
     microbatches: int
     tokens_per_step: int
@@ -120,18 +111,18 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether every rank has the memory that it is most likely to need."""
-        return all(m.peak.device_nbytes <= self.machine.gpu.memory_nbytes for m in self.memory)
+        return all(peak.device_nbytes <= self.machine.gpu.memory_nbytes for peak in self.memory)
 
     @property
     def surely_fits(self) -> bool:
         """Whether the upper ends of the intervals fit as well."""
-        return all(m.peak.high_nbytes <= self.machine.gpu.memory_nbytes for m in self.memory)
+        return all(peak.high_nbytes <= self.machine.gpu.memory_nbytes for peak in self.memory)
 
     @property
     def outcome(self) -> Outcome:
         """Memory of the fullest rank, and time."""
         return Outcome(
-            device_nbytes=max(rank.peak.device_nbytes for rank in self.memory),
+            device_nbytes=max(peak.device_nbytes for peak in self.memory),
             seconds=self.step.seconds,
             tokens_per_s=self.tokens_per_s,
         )
@@ -339,12 +330,10 @@ class Simulation:
         cut = {e.action[2] for e in self.traces[0].events if isinstance(e, Operator) and e.action}
         return self.traces[0].microbatches * max(1, len(cut))
 
-    def memory(self, machine: Machine) -> tuple[RankMemory, ...]:
+    def memory(self, machine: Machine) -> tuple[MemoryPeak, ...]:
         """Peaks of the ranks."""
-        return tuple(
-            RankMemory(rank=rank, stage=place, peak=peak_memory(trace, machine))
-            for rank, place, trace in zip(self.ranks, self.places, self.traces, strict=True)
-        )
+        stages = zip(self.traces, self.places, strict=True)
+        return tuple(peak_memory(trace, machine, place) for trace, place in stages)
 
     def _replayed(self, machine: Machine) -> tuple[list[Trace], Machine, Orders | None]:
         """Traces of all places in the pipeline, where they run, and in which order."""
@@ -469,7 +458,7 @@ class Simulations:
         simulated = self(options, layers)
         seconds = simulated.seconds(self.machine)
         return Outcome(
-            device_nbytes=max(r.peak.device_nbytes for r in simulated.memory(self.machine)),
+            device_nbytes=max(each.device_nbytes for each in simulated.memory(self.machine)),
             seconds=seconds,
             tokens_per_s=simulated.tokens_per_step / seconds,
         )

@@ -73,9 +73,9 @@ def _choice_lines(plan: Plan) -> Iterator[str]:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    peaks = [rank.peak for rank in plan.memory]
+    peaks = plan.memory
     several = len(peaks) > 1
-    heads = [f"stage {rank.stage}" if several else "GiB" for rank in plan.memory]
+    heads = [f"stage {peak.stage}" if several else "GiB" for peak in peaks]
     title = "Memory of a GPU at its peak" + (", GiB" if several else "")
     yield _row(title, heads)
     for kind in KINDS:
@@ -87,9 +87,9 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     total = plan.machine.gpu.memory_nbytes
     verdict = "It fits" if plan.surely_fits else "It may just fit" if plan.fits else "DOES NOT FIT"
     yield f"  {verdict} in the {_gib(total)} GiB of an {plan.machine.gpu.name}."
-    for rank in plan.memory:
-        stage = f" of stage {rank.stage}" if several else ""
-        yield from _wrapped(f"  Peak{stage}: {rank.peak.when}.", "    ")
+    for peak in peaks:
+        stage = f" of stage {peak.stage}" if several else ""
+        yield from _wrapped(f"  Peak{stage}: {peak.when}.", "    ")
 
 
 def _step_lines(plan: Plan) -> Iterator[str]:

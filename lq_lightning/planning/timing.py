@@ -8,7 +8,7 @@ is the step: so parts add up to the total.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -138,7 +138,7 @@ def _replayed(
     replays = [_Replay(each, slower) for each in prepared]
     if schedule is None:
         return replays[0].seconds, replays[0].parts
-    return _of_pipeline(replays, schedule)
+    return _Pipeline(replays, schedule).run()
 
 
 def breakeven_rate(
@@ -377,86 +377,66 @@ class _Replay:
 # --- a pipeline -----------------------------------------------------------------------------------
 
 
-def _of_pipeline(replays: Sequence[_Replay], program: Program) -> tuple[float, Mapping[str, float]]:
-    """Return the time of a step of all ranks, and its parts on the rank that waits least.
-
-    A rank begins the next step when it has updated its weights. The second step is the one that
-    counts: in the first, all ranks begin at once.
-    """
-    clock = _PipelineClock(replays, program)
-    ends = [clock.step() for _ in range(2)]
-    seconds = ends[1] - ends[0]
-    rank = min(range(len(replays)), key=lambda r: sum(clock.gaps[r].values()))
-    parts: Any = replays[rank].parts + clock.gaps[rank]
-    parts[BUBBLE] += seconds - sum(parts.values())  # until the last rank ends
-    return seconds, parts
-
-
-class _PipelineClock:
+class _Pipeline:
     """Ranks of a pipeline, each working off its order as messages arrive.
 
     ``gaps`` are of the last step: by rank, waiting for computations of others and for messages.
     """
 
     def __init__(self, replays: Sequence[_Replay], program: Program) -> None:
-        self.program = program
-        self.gaps: list[Any] = []
-        self._actions = [replay.actions for replay in replays]
+        self.program, self.gaps = program, list[Any]()
+        self._replays, self._actions = replays, [replay.actions for replay in replays]
         self._sends = {action: sent for replay in replays for action, sent in replay.sends.items()}
         self._free = [0.0] * len(replays)
         self._links: dict[tuple[int, int], float] = defaultdict(float)
+        orders = zip(program.turns, program.orders, strict=True)
+        self._every = sorted(
+            (turn, rank, action)
+            for rank, (turns, order) in enumerate(orders)
+            for turn, action in zip(turns, order, strict=True)
+        )
 
-    def step(self) -> float:
+    def run(self) -> tuple[float, Mapping[str, float]]:
+        """Return the time of a step of all ranks, and its parts on the rank that waits least.
+
+        A rank begins the next step when it has updated its weights. The second step is the one that
+        counts: in the first, all ranks begin at once.
+        """
+        first = self._step()
+        seconds = self._step() - first
+        waits = [sum(gaps.values()) for gaps in self.gaps]
+        rank = waits.index(min(waits))
+        parts: Any = self._replays[rank].parts + self.gaps[rank]
+        parts[BUBBLE] += seconds - sum(parts.values())  # until the last rank ends
+        return seconds, parts
+
+    def _step(self) -> float:
         """Run one step; return when the last rank has ended it."""
         self.gaps = [Counter() for _ in self._free]
-        waiting = [deque(order) for order in self.program.orders]
         arrived: dict[Key, tuple[float, float, str]] = {}
-        while any(waiting):
-            before = sum(map(len, waiting))
-            for rank, order in enumerate(waiting):
-                while order and self._run(rank, order[0], arrived):
-                    order.popleft()
-            if sum(map(len, waiting)) == before:
-                raise AssertionError("ranks wait for each other")
+        for _, rank, action in self._every:
+            self._run(rank, action, arrived)
         for rank, actions in enumerate(self._actions):
             self._free[rank] += sum(actions.get(None, Counter()).values())
         return max(self._free)
 
-    def _run(self, rank: int, action: Action, arrived: dict[Key, tuple[float, float, str]]) -> bool:
-        """Run an action, unless its input is still to be made."""
+    def _run(self, rank: int, action: Action, arrived: dict[Key, tuple[float, float, str]]) -> None:
+        """Run an action when its message is there; note when its own was made and arrives."""
         kind, stage, microbatch = action
-        key = None
-        if kind == "F" and stage > 0:
-            key = Key(stage - 1, False, microbatch)
-        elif kind in "BI" and stage < self.program.num_stages - 1:
-            key = Key(stage, True, microbatch)
-        begin = self._free[rank]
-        if key is not None:
-            if key not in arrived:
-                return False
+        begin = free = self._free[rank]
+        key = Key(stage - (kind == "F"), kind != "F", microbatch)
+        if kind != "W" and key in arrived:
             made, there, level = arrived[key]
-            begin = max(begin, there)
-            late = max(0.0, made - self._free[rank])
+            begin, late = max(free, there), max(0.0, made - free)
             self.gaps[rank][BUBBLE] += late
-            self.gaps[rank][level] += begin - self._free[rank] - late
+            self.gaps[rank][level] += begin - free - late
         end = begin + sum(self._actions[rank].get(action, Counter()).values())
-        self._free[rank] = end
-        backward = kind != "F"
-        if (
-            kind != "W"
-            and 0 <= (target := stage + (-1 if backward else 1)) < self.program.num_stages
-        ):
-            key = Key(target if backward else stage, backward, microbatch)
-            arrived[key] = self._send(rank, self.program.rank_of(target), action, end)
-        return True
-
-    def _send(
-        self, rank: int, target: int, action: Action, made: float
-    ) -> tuple[float, float, str]:
-        """Return when a message was made, when it arrives, and the level of its link."""
-        if rank == target:
-            return made, made, WITHIN
-        seconds, level = self._sends.get(action, (0.0, WITHIN))
-        begin = max(made, self._links[rank, target])
-        self._links[rank, target] = there = begin + seconds
-        return made, there, level
+        self._free[rank] = there = end
+        sent = self.program.sent_after(action)
+        if sent is not None:
+            target, level = self.program.rank_of(sent.boundary + (not sent.backward)), WITHIN
+            if target != rank:
+                seconds, level = self._sends.get(action, (0.0, WITHIN))
+                there = max(end, self._links[rank, target]) + seconds
+                self._links[rank, target] = there
+            arrived[sent] = end, there, level

@@ -32,7 +32,7 @@ def plan(stages: int = 1, **step: float) -> dict[str, Any]:
     }
     seconds = {"seconds": 2.0, "low_s": 1.0, "high_s": 3.0}
     sent = {"sent_within_nbytes": 0, "sent_between_nbytes": 1000}
-    memory = [{"rank": stage, "stage": stage, "peak": peak} for stage in range(stages)]
+    memory = [{"stage": stage, **peak} for stage in range(stages)]
     found = {"memory": memory, "step": seconds | sent | step, "tokens_per_step": 64}
     return found | {"machine": {"gpus_per_node": 2}}
 

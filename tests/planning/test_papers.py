@@ -35,7 +35,7 @@ def _gigabytes(folder: Path, layers: int, gpus: int) -> dict[str, float]:
         "precision": "bf16-mixed",
     }
     plan = lq.plan(module, trainer=trainer, gpu="H100", gpus_per_node=gpus, alternatives=False)
-    peak = plan.memory[0].peak
+    peak = plan.memory[0]
     found = {"all": peak.allocated_nbytes / 1e9}
     for kind in ("optimizer states", "saved activations"):
         found[kind] = peak.most[kind] / 1e9

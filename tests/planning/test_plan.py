@@ -79,10 +79,10 @@ def test_numbers_belong_to_all_ranks(small: Plan) -> None:
     assert small.run_s == pytest.approx(10 * small.step.seconds)
     assert small.gpu_hours == pytest.approx(4 * 10 * small.step.seconds / 3600)
     assert small.tokens_per_s == pytest.approx(small.tokens_per_step / small.step.seconds)
-    (rank,) = small.memory
-    assert sum(rank.peak.kinds.values()) == rank.peak.device_nbytes
-    assert rank.peak.kinds["optimizer states"] > 0
-    assert set(rank.peak.kinds) <= set(KINDS)
+    (peak,) = small.memory
+    assert sum(peak.kinds.values()) == peak.device_nbytes
+    assert peak.kinds["optimizer states"] > 0
+    assert set(peak.kinds) <= set(KINDS)
     assert sum(small.step.parts.values()) == pytest.approx(small.step.seconds, rel=1e-3)
     assert small.step.sent_between_nbytes > 0
     assert small.fits
@@ -134,7 +134,7 @@ def test_the_text_says_where_codes_pay(small: Plan, rate: float, said: str) -> N
 
 
 def test_the_fullest_machine_decides_between_fitting_surely_and_perhaps(small: Plan) -> None:
-    peak = small.memory[0].peak
+    peak = small.memory[0]
     between = (peak.device_nbytes + peak.high_nbytes) // 2
     close = replace(small.machine, gpu=replace(small.machine.gpu, memory_nbytes=between))
     plan = replace(small, machine=close)
