@@ -132,21 +132,18 @@ def _gpus(reports: Sequence[Report]) -> Iterator[Problem]:
 
 
 def _slow_gpus(reports: Sequence[Report]) -> Iterator[Problem]:
+    key = find_gpu(str((reports[0].gpu or {}).get("name", "")))
+    known = {"copy": GPUS[key].copy_bytes_per_s, **GPUS[key].products} if key else {}
     for name in sorted({name for report in reports for name in report.rates}):
-        usual = median_high(
-            [report.rates[name].value for report in reports if name in report.rates]
-        )
-        for report in reports:
-            if report.rates.get(name, Measured(usual, 0)).value < 0.9 * usual:
-                share = report.rates[name].value / usual
+        rates = [(report, report.rates[name].value) for report in reports if name in report.rates]
+        usual, expected = median_high(rate for _, rate in rates), known.get(name, 0.0)
+        for report, rate in rates:
+            if rate < 0.9 * usual:
                 yield Problem(
-                    f"the GPU of {report} reaches {share:.0%} of its peers' rate ({name}), and all "
-                    "of them wait for it: look for throttling and other processes, or take another."
+                    f"the GPU of {report} reaches {rate / usual:.0%} of its peers' rate ({name}), "
+                    "and all of them wait for it: look for throttling and other processes, or take "
+                    "another."
                 )
-        key = find_gpu(str((reports[0].gpu or {}).get("name", "")))
-        if key is None:
-            continue
-        expected = {"copy": GPUS[key].copy_bytes_per_s, **GPUS[key].products}.get(name, 0.0)
         if usual < 0.75 * expected:
             yield Problem(
                 f"{name}: {usual / 1e12:.3g} T/s, where an {key} reaches {expected / 1e12:.3g}: "
@@ -232,21 +229,16 @@ def _slow_links(reports: Sequence[Report], nvlink: bool) -> Iterator[Problem]:
     # A slow link also slows what its sender receives at the same time: the better one of both
     # sides' times is the link's.
     seen = {(link.exchange, link.target): link.bytes_per_s for link in links}
-    for level, words in _WORDS.items():
-        of_level = [link for link in links if link.exchange.level == level]
-        if not of_level:
-            continue
-        rates = {
-            (link.source, link.target): max(
-                link.bytes_per_s, seen.get((link.exchange, link.source), 0.0)
-            )
-            for link in of_level
-        }
-        usual = median_high(rates.values())
-        for (source, target), rate in rates.items():
+    rates: dict[Level, dict[tuple[int, int], float]] = defaultdict(dict)
+    for link in links:
+        rate = max(link.bytes_per_s, seen.get((link.exchange, link.source), 0.0))
+        rates[link.exchange.level][link.source, link.target] = rate
+    for level, of_level in rates.items():
+        usual = median_high(of_level.values())
+        for (source, target), rate in of_level.items():
             if rate < 0.5 * usual:
                 yield Problem(
-                    f"{words}, {reports[target]} receives {rate / 1e9:.3g} GB/s from "
+                    f"{_WORDS[level]}, {reports[target]} receives {rate / 1e9:.3g} GB/s from "
                     f"{reports[source]}, where links usually carry {usual / 1e9:.3g}: check "
                     "cables, switch and topology (`nvidia-smi topo -m`) between them."
                 )

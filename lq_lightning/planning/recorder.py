@@ -70,7 +70,7 @@ class SimulatedEvent:
     def record(self, stream: SimulatedStream | None = None) -> SimulatedEvent:
         """Note that the stream, by default the current one, reached this point."""
         recorder = Recorder.active
-        recorder.note_event(self, (stream or recorder.stream).number)
+        self.number = recorder.note_event(stream or recorder.stream)
         return self
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
@@ -125,7 +125,7 @@ class Recorder(OperatorMode):
         self.trace, self._told = trace, list(told)
         self.phase: Phase = "setup"
         self.action: tuple[str, int, int] | None = None
-        self.num_streams, self.num_events = 0, 0
+        self.num_streams, self._num_events = 0, 0
         Recorder.active = self
         self.stream = SimulatedStream()
         self._reducing: SimulatedStream | None = None  # of DDP's messages
@@ -240,11 +240,11 @@ class Recorder(OperatorMode):
             return False
         return 1.0 if tensor.dtype.is_floating_point else 0
 
-    def note_event(self, event: SimulatedEvent, stream: int) -> None:
-        """Record an event in a stream."""
-        event.number = self.num_events
-        self.num_events += 1
-        self.trace.events.append(Record(stream, event.number))
+    def note_event(self, stream: SimulatedStream, by_python: bool = True) -> int:
+        """Record an event in a stream, and return its number."""
+        self._num_events += 1
+        self.trace.events.append(Record(stream.number, self._num_events, by_python))
+        return self._num_events
 
     def _send(self, func: Any, tensors: list[Tensor], args: Sequence[Any], source: str) -> None:
         name = operation_name(func)
@@ -312,9 +312,8 @@ class Recorder(OperatorMode):
         self._reduces = False
 
     def _order(self, first: SimulatedStream, then: SimulatedStream, by_python: bool) -> None:
-        self.trace.events.append(Record(first.number, self.num_events, by_python))
-        self.trace.events.append(Wait(then.number, self.num_events, by_python))
-        self.num_events += 1
+        number = self.note_event(first, by_python)
+        self.trace.events.append(Wait(then.number, number, by_python))
 
     # --- pipelines ------------------------------------------------------------------------------
 
