@@ -109,6 +109,9 @@ def in_turn(changes: Iterable[Change], topics: Sequence[str]) -> list[Change]:
     return [place[-1] for place in sorted(places, key=lambda place: place[:3])]
 
 
+# These may propose what a run has anyway, or ranks that no layout divides: `changes_of` drops it.
+
+
 def _less(less: bool) -> Memory:
     return "less" if less else "more"
 
@@ -119,18 +122,16 @@ def _kept(options: RunOptions, model: Model) -> Iterator[Change]:
         if recipe is None or (isinstance(recipe, str) and recipe != name):
             label, choices = f'ActivationQuantization("{name}")', _codes(name)
             yield Change(label, "activations", choices, "either" if recipe else "less")
-    if recipe is not None:
-        yield Change("no ActivationQuantization", "activations", _codes(None), "more")
-    if model.can_checkpoint and not options.checkpointing:
-        label = "gradient_checkpointing_enable()"
-        yield Change(label, "checkpointing", {"checkpointing": True})
+    yield Change("no ActivationQuantization", "activations", _codes(None), "more")
+    if model.can_checkpoint:
+        yield Change("gradient_checkpointing_enable()", "checkpointing", {"checkpointing": True})
     if options.optimizer_state == "none":
         label = 'QuantizedPrecision(optimizer_state="expanded_fp8")'
         yield Change(label, "optimizer states", {"optimizer_state": "expanded_fp8"})
     if options.precision != "bf16-true":
         states = OptimizerQuantization(stochastic_rounding=True)
-        label = '"bf16-true" with stochastic rounding and 8-bit states'
         choices = {"precision": "bf16-true", "optimizer_state": states}
+        label = '"bf16-true" with stochastic rounding and 8-bit states'
         yield Change(label, "bf16 weights", choices)
     if options.gradient_buffer == "none":
         label = 'QuantizedPrecision(gradient_buffer="int8")'
@@ -173,10 +174,8 @@ def _other_replica(options: RunOptions, weights: WeightQuantization) -> Change:
 
 def _layouts(options: RunOptions, machine: Machine, model: Model) -> Iterator[Change]:
     choices: dict[str, Any]
-    ranks, stages = machine.nodes * machine.gpus_per_node, options.stages(machine)
     for size in (1, *_SIZES) if model.can_cut_layers else ():
-        fits = machine.gpus_per_node % size == 0 and ranks % (size * stages) == 0
-        if fits and size != options.tensor_parallel_size:
+        if machine.gpus_per_node % size == 0 and size != options.tensor_parallel_size:
             auto = "auto" if size > 1 else None
             choices = {"tensor_parallel_size": size, "tensor_parallel": auto}
             label = f"tensor_parallel_size={size}" + ', tensor_parallel="auto"' * (size > 1)
@@ -184,9 +183,7 @@ def _layouts(options: RunOptions, machine: Machine, model: Model) -> Iterator[Ch
     others = {k: v for k, v in options.others.items() if k not in _NOT_SHARED}
     pipeline = options.strategy == "quantized_pipeline"
     for size in sorted({*_SIZES, machine.nodes}, key=lambda size: (size != machine.nodes, size)):
-        same = pipeline and size == stages
-        whole = ranks % (size * options.tensor_parallel_size) == 0
-        if 1 < size <= model.layers and whole and not same:
+        if 1 < size <= model.layers and not (pipeline and size == options.stages(machine)):
             choices = {
                 "strategy": "quantized_pipeline",
                 "pipeline_size": size,
