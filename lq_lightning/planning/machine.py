@@ -75,6 +75,11 @@ class Machine:
     nvlink: bool
     source: str
 
+    @property
+    def world_size(self) -> int:
+        """All GPUs."""
+        return self.nodes * self.gpus_per_node
+
 
 # Shares of the data sheet's numbers that H200s reach, as the doctor measures them, and that are
 # assumed elsewhere (`plan_accuracy.json`): copy 4222 of 4800 GB/s; products of random numbers, at

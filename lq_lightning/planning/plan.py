@@ -41,7 +41,6 @@ from lq_lightning.planning.run_options import RunOptions, checkpointing_of
 from lq_lightning.planning.simulation import (
     Build,
     Overrides,
-    SimulatedRank,
     UserRun,
     simulate_fit,
 )
@@ -106,7 +105,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks of the run."""
-        return self.machine.nodes * self.machine.gpus_per_node
+        return self.machine.world_size
 
     @property
     def fits(self) -> bool:
@@ -432,7 +431,7 @@ class Simulations:
         build: Build = run if layers is None else with_layers(run, layers)
         observer = _Observer()
         traces = [self._trace(build, observer, 0)]
-        pipeline, world_size = observer.pipeline, self.machine.nodes * self.machine.gpus_per_node
+        pipeline, world_size = observer.pipeline, self.machine.world_size
         size = 1 if pipeline is None else pipeline.pipeline_size
         places = tuple(range(size)) if size <= _MOST_STAGES else (0, size // 2, size - 1)
         ranks = tuple(place * (world_size // size) for place in places)
@@ -472,17 +471,9 @@ class Simulations:
             observer.see((trainer, module, None))
             return trainer, module, OneBatch(self.batch)
 
-        fp8 = self.machine.gpu.products.get("float8", 0) > 0
-        place = SimulatedRank(
-            rank=rank,
-            world_size=self.machine.nodes * self.machine.gpus_per_node,
-            gpus_per_node=self.machine.gpus_per_node,
-            nvlink=self.machine.nvlink,
-            without_float8=None if fp8 else f"{self.machine.gpu.name} has no FP8 products.",
-        )
-        steps = 2 if place.world_size == 1 else 3  # nothing is on its way from step to step
+        steps = 2 if self.machine.world_size == 1 else 3  # nothing is on its way from step to step
         try:
-            return simulate_fit(observed, place, steps=steps, first=first)
+            return simulate_fit(observed, self.machine, rank, steps=steps, first=first)
         except (ValueError, NotImplementedError):
             raise  # in words of ours, or of the user's
         except SimulationError as error:

@@ -23,7 +23,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -49,6 +48,7 @@ from lq_lightning.strategies import parts, token_shares
 from lq_lightning.strategies.pipelines.logs import OutcomeBroadcast
 from lq_lightning.strategies.tensor_parallel import TensorRanks
 
+from .machine import Machine
 from .recorder import Recorder, SimulatedEvent, SimulatedStream, SimulationError
 from .trace import Mark, Phase, Trace
 
@@ -103,45 +103,18 @@ TRAINING_ALONE: dict[str, Any] = {
 """Keywords of a Trainer that trains, and neither logs, saves nor validates."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedRank:
-    """Which rank to simulate, of how many.
-
-    ``without_float8`` says why the GPU cannot multiply FP8 matrices; None if it can.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    gpus_per_node: int = 1
-    nvlink: bool = True
-    without_float8: str | None = None
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What ``torchrun`` would tell the rank."""
-        numbers = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_RANK": self.rank % self.gpus_per_node,
-            "LOCAL_WORLD_SIZE": self.gpus_per_node,
-            "GROUP_RANK": self.rank // self.gpus_per_node,
-            "MASTER_PORT": 1,
-        }
-        return {"MASTER_ADDR": "127.0.0.1", **{name: str(n) for name, n in numbers.items()}}
-
-    def trainer_overrides(self, steps: int, marks: Callback) -> dict[str, Any]:
-        """Keywords that replace the user's own for a Trainer."""
-        return {
-            "accelerator": "cpu",
-            "devices": min(self.gpus_per_node, self.world_size),
-            "num_nodes": max(1, self.world_size // self.gpus_per_node),
-            "plugins": [TorchElasticEnvironment()],
-            "callbacks": [marks],
-            "max_steps": steps,
-            "use_distributed_sampler": False,
-            "benchmark": False,
-            **TRAINING_ALONE,
-        }
+def _environment(machine: Machine, rank: int) -> dict[str, str]:
+    """What ``torchrun`` would tell a rank."""
+    node, local_rank = divmod(rank, machine.gpus_per_node)
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": machine.world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": machine.gpus_per_node,
+        "GROUP_RANK": node,
+        "MASTER_PORT": 1,
+    }
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(n) for name, n in numbers.items()}}
 
 
 Overrides = Mapping[str, Any]
@@ -155,13 +128,14 @@ replace them.
 
 
 def simulate_fit(
-    build: Build, place: SimulatedRank, *, steps: int = 3, first: Trace | None = None
+    build: Build, machine: Machine, rank: int = 0, *, steps: int = 3, first: Trace | None = None
 ) -> Trace:
     """Run ``fit`` for a few optimizer steps as one rank, without GPU, and record it.
 
     Args:
         build: Makes what is trained.
-        place: The rank.
+        machine: Where all ranks run.
+        rank: The rank.
         steps: Optimizer steps. The first gathers replicas and makes states, later ones are alike.
         first: Trace of a rank of the first pipeline stage, for a rank of another one.
 
@@ -174,9 +148,19 @@ def simulate_fit(
             "a plan simulates ranks of its own, but this process belongs to a process group "
             "already: plan before training starts, or in another process."
         )
-    trace = Trace(place.rank, place.world_size, place.gpus_per_node)
-    with _simulation(place, trace, () if first is None else first.told) as recorder:
-        overrides = place.trainer_overrides(steps, _Marks(recorder))
+    trace = Trace(rank, machine.world_size, machine.gpus_per_node)
+    with _simulation(machine, trace, () if first is None else first.told) as recorder:
+        overrides = {
+            "accelerator": "cpu",
+            "devices": machine.gpus_per_node,
+            "num_nodes": machine.nodes,
+            "plugins": [TorchElasticEnvironment()],
+            "callbacks": [_Marks(recorder)],
+            "max_steps": steps,
+            "use_distributed_sampler": False,
+            "benchmark": False,
+            **TRAINING_ALONE,
+        }
         trainer, module, data = build(overrides)
         compat.stay_in_process(trainer)
         trace.microbatches = trainer.accumulate_grad_batches
@@ -200,8 +184,10 @@ def _everywhere(replacements: Mapping[Any, Any]) -> Iterator[tuple[Any, str, Any
 
 
 @contextmanager
-def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iterator[Recorder]:
+def _simulation(machine: Machine, trace: Trace, told: Sequence[Any]) -> Iterator[Recorder]:
     recorder = Recorder(trace, told)
+    fp8 = machine.gpu.products.get("float8", 0) > 0
+    without_float8 = None if fp8 else f"{machine.gpu.name} has no FP8 products."
 
     def on_stream(stream: SimulatedStream | None) -> AbstractContextManager[None]:
         return recorder.on(stream)
@@ -226,11 +212,11 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
         (streams, "on_stream", on_stream),
         (streams, "record_use", recorder.note_use),
         (host_memory, "host_memory", recorder.pin),
-        (parts, "nvlink_inside_nodes", lambda device, node_size: place.nvlink),
+        (parts, "nvlink_inside_nodes", lambda device, node_size: machine.nvlink),
         (all_gather, "all_gather_parts", recorder.gather_parts),
-        (all_reduce, "_ranks_per_host", lambda: place.gpus_per_node),
+        (all_reduce, "_ranks_per_host", lambda: machine.gpus_per_node),
         (functions, "scaled_mm", recorder.scaled_mm),
-        (activation_quantization, "float8_matmul_available", lambda device: place.without_float8),
+        (activation_quantization, "float8_matmul_available", lambda device: without_float8),
         (torch, "compile", compiled),
         # both compare values of ranks
         (token_shares.Proof, "__call__", lambda *unused: None),
@@ -263,10 +249,10 @@ def _simulation(place: SimulatedRank, trace: Trace, told: Sequence[Any]) -> Iter
     ours.append((functions, "output_dtype", output_dtype))
     with ExitStack() as stack:
         stack.enter_context(compat.restored_generators())
-        stack.enter_context(mock.patch.dict(os.environ, place.environment))
+        stack.enter_context(mock.patch.dict(os.environ, _environment(machine, trace.rank)))
         rank = getattr(rank_zero_only, "rank", None)  # which decides whether this process warns
         stack.enter_context(mock.patch.object(rank_zero_only, "rank", rank, create=True))
-        stack.enter_context(compat.alike_ranks(place.rank, place.world_size))
+        stack.enter_context(compat.alike_ranks(trace.rank, trace.world_size))
         own = recorder.allocate, recorder.free, recorder.reducing
         stack.enter_context(compat.gpu_ways(as_torch, *own))
         for module, name, value in ours:

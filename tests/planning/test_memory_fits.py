@@ -13,8 +13,9 @@ from lq_lightning.activations import quantize_activations
 from lq_lightning.callbacks import ActivationQuantization
 from lq_lightning.data_parallel import WeightQuantization
 from lq_lightning.planning.allocator import MIB
+from lq_lightning.planning.machine import make_machine
 from lq_lightning.planning.memory import of_host_memory, peak_memory
-from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
+from lq_lightning.planning.simulation import simulate_fit
 from lq_lightning.plugins import QuantizedPrecision
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
@@ -114,7 +115,7 @@ def _fit(name, world_size=1, gpus_per_node=1):
         module = Module(6 if name.startswith("deep") else LAYERS)
         return Trainer(**(own | overrides)), module, DataLoader(data, batch_size=BATCH)
 
-    place = SimulatedRank(world_size=world_size, gpus_per_node=gpus_per_node, nvlink=False)
+    place = make_machine("A10G", world_size // gpus_per_node, gpus_per_node, network="10gbit")
     trace = simulate_fit(build, place)
     PINNED[name] = of_host_memory([trace], 8)
     return peak_memory(trace, MACHINE)

@@ -27,7 +27,7 @@ from lq_lightning.pipeline.schedules import training_program
 from lq_lightning.planning.machine import make_machine
 from lq_lightning.planning.memory import peak_memory
 from lq_lightning.planning.recorder import SimulationError
-from lq_lightning.planning.simulation import SimulatedRank, simulate_fit
+from lq_lightning.planning.simulation import simulate_fit
 from lq_lightning.planning.trace import (
     COMPUTING,
     Allocate,
@@ -105,9 +105,9 @@ def _trainer(overrides: dict[str, Any], **options: Any) -> tuple[Trainer, Lightn
 
 def _simulated(rank: int = 0, ranks: int = 1, per_node: int = 1, **options: Any) -> Trace:
     first = options.pop("first", None)
-    place = SimulatedRank(rank=rank, world_size=ranks, gpus_per_node=per_node)
+    place = make_machine("H100", -(-ranks // per_node), min(ranks, per_node), network="10gbit")
     return simulate_fit(
-        lambda overrides: _trainer(overrides, **options), place, steps=STEPS, first=first
+        lambda overrides: _trainer(overrides, **options), place, rank, steps=STEPS, first=first
     )
 
 
