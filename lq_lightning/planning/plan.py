@@ -308,7 +308,6 @@ class Simulation:
     choose. It took ``took_s`` seconds to simulate.
     """
 
-    ranks: tuple[int, ...]
     places: tuple[int, ...]
     traces: tuple[Trace, ...]
     layout: Layout
@@ -438,7 +437,6 @@ class Simulations:
         options, model, replicas = observer.options, observer.model, observer.replicas
         traces += [self._trace(build, observer, rank, traces[0]) for rank in ranks[1:]]
         return Simulation(
-            ranks=ranks,
             places=places,
             traces=tuple(traces),
             layout=Layout(

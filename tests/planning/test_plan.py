@@ -155,7 +155,7 @@ def _pipeline(size: int) -> Any:
 
 def test_ranks_in_the_middle_of_a_pipeline_are_alike() -> None:
     simulated, machine = _pipeline(6)
-    assert simulated.ranks == simulated.places == (0, 3, 5)
+    assert tuple(trace.rank for trace in simulated.traces) == simulated.places == (0, 3, 5)
     assert simulated.microbatches == 6
     assert simulated.layout.pipeline == 6
     assert simulated.tokens_per_step == 6 * 4
