@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 from lq_lightning.data_parallel import WeightQuantization
@@ -94,19 +94,17 @@ def changes_of(options: RunOptions, machine: Machine, model: Model) -> tuple[Cha
     return tuple(change for change in found if all_matter([change], options, machine))
 
 
-def in_turn(changes: Iterable[Change], topics: Sequence[str]) -> list[Change]:
+def in_turn(changes: Sequence[Change], topics: Iterable[str]) -> list[Change]:
     """Put the first change of each topic before the second of any: not all may be tried.
 
     Topics that are not named come last.
     """
-    numbers: Counter[str] = Counter()
-    places = []
-    for change in changes:
-        last = change.topic not in topics
-        rank = len(topics) if last else topics.index(change.topic)
-        places.append((last, numbers[change.topic], rank, change))
-        numbers[change.topic] += 1
-    return [place[-1] for place in sorted(places, key=lambda place: place[:3])]
+    named = dict.fromkeys(topics)
+    found: list[Change] = []
+    for names in (named, dict.fromkeys(c.topic for c in changes if c.topic not in named)):
+        turns = zip_longest(*([c for c in changes if c.topic == name] for name in names))
+        found += [change for turn in turns for change in turn if change is not None]
+    return found
 
 
 # These may propose what a run has anyway, or ranks that no layout divides: `changes_of` drops it.
