@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lq_lightning.foundation.checks import is_number, is_whole
+from lq_lightning.foundation.checks import check_count, is_number
 from lq_lightning.foundation.nested import from_plain
 
 PROFILE_FORMAT = "lq-lightning doctor 1"
@@ -232,10 +232,10 @@ def make_machine(
         )
     if known and table:  # which has what the doctor could not measure
         numbers = replace(known, products={**table.products, **known.products})
-    nodes = _count("nodes", read.nodes if nodes is None else nodes)
-    gpus_per_node = _count(
-        "gpus_per_node", read.gpus_per_node if gpus_per_node is None else gpus_per_node
-    )
+    nodes = read.nodes if nodes is None else nodes
+    gpus_per_node = read.gpus_per_node if gpus_per_node is None else gpus_per_node
+    check_count("plan", "nodes", nodes, 1)
+    check_count("plan", "gpus_per_node", gpus_per_node, 1)
     within, nvlink = read.within_node, read.nvlink
     if within is None:
         within, nvlink = _within(name, gpus_per_node)
@@ -289,12 +289,6 @@ def _read_profile(path: str | Path) -> Profile:
             f"profile {str(path)!r} cannot be read: {type(error).__name__}: {error}. Write it with "
             "`lq-lightning doctor --profile FILE` on such a machine."
         ) from error
-
-
-def _count(name: str, value: int) -> int:
-    if not is_whole(value) or value < 1:
-        raise ValueError(f"{name}={value!r} is not valid: give a positive whole number.")
-    return value
 
 
 def _within(name: str, gpus_per_node: int) -> tuple[Link, bool]:
