@@ -200,8 +200,8 @@ class Recorder(OperatorMode):
                 stream=self.stream.number,
                 phase=self.phase,
                 source=source,
-                read_nbytes=sum({id(t): _nbytes(t) for t in read}.values()),
-                written_nbytes=sum({id(t): _nbytes(t) for t in written}.values()),
+                read_nbytes=sum({id(t): t.nbytes for t in read}.values()),
+                written_nbytes=sum({id(t): t.nbytes for t in written}.values()),
                 shapes=tuple(tuple(t.shape) for t in read),
                 action=self.action,
                 **others,
@@ -216,7 +216,7 @@ class Recorder(OperatorMode):
         with self.fake_mode:
             made = func(*args, **kwargs)
         is_whole = made.dtype in (torch.int64, torch.int32)
-        return bool(_nbytes(made) >= (_REAL_WHOLE_NBYTES if is_whole else _REAL_NBYTES))
+        return bool(made.nbytes >= (_REAL_WHOLE_NBYTES if is_whole else _REAL_NBYTES))
 
     def begin_batch(self, batch: Any) -> None:
         """Count tokens anew: those of the batch, unless its forward embeds any."""
@@ -271,7 +271,7 @@ class Recorder(OperatorMode):
         share: float = 1.0,
     ) -> None:
         nodes = len({rank // self.trace.gpus_per_node for rank in members})
-        nbytes = round(share * sum(map(_nbytes, sent)))
+        nbytes = round(share * sum(tensor.nbytes for tensor in sent))
         where = (self.stream.number, self.phase, source, self.action)
         self.trace.events.append(Collective(kind, nbytes, len(members), nodes, *where))
 
@@ -480,10 +480,6 @@ _MAKERS = {
 
 
 _GATHER = "lq_lightning/data_parallel/all_gather.py"
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 def _inputs(args: Sequence[Any], tensors: list[Tensor]) -> list[Tensor]:
