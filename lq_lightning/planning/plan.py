@@ -235,6 +235,9 @@ def plan_run(
     per_step = simulated.tokens_per_step
     if tokens is None and own.get("max_steps", -1) > 0:
         tokens = own["max_steps"] * per_step
+    notes = of_host_memory(simulated.traces, place.gpus_per_node)
+    if simulated.options.learned_bits:
+        notes += ("`AdaptiveBits` is planned with the bits that it starts with.",)
     result = Plan(
         name=run.name,
         machine=place,
@@ -246,7 +249,7 @@ def plan_run(
         tokens=None if tokens is None else int(tokens),
         price=price_of(simulated.options, place),
         batch=f"{describe(batch)} from {origin}",
-        notes=of_host_memory(simulated.traces, place.gpus_per_node),
+        notes=notes,
     )
     return _with_alternatives(result, simulated, simulations) if alternatives else result
 

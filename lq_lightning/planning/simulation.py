@@ -37,6 +37,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lq_lightning._compat import simulation as compat
 from lq_lightning._compat.torch import any_rank, in_step, meet, read_note, set_timeouts
 from lq_lightning.activations import functions, host_memory
+from lq_lightning.adaptive.optimizer import GateOptimizer
 from lq_lightning.callbacks import activation_quantization
 from lq_lightning.data_parallel import all_gather, all_reduce
 from lq_lightning.foundation import streams
@@ -221,6 +222,7 @@ def _simulation(machine: Machine, trace: Trace, told: Sequence[Any]) -> Iterator
         # both compare values of ranks
         (token_shares.Proof, "__call__", lambda *unused: None),
         (TensorRanks, "check_gradients", lambda ranks: None),
+        (GateOptimizer, "step", lambda gates, taken=None, scale=1.0: None),  # learns from values
         (LightningModule, "cpu", lambda module: module),  # after training
         (Execution, "compute", recorder.compute),
         (PipelineEngine, "share", recorder.share),

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import lq_lightning
 from lq_lightning import (
     ActivationQuantization,
+    AdaptiveBits,
     QuantizedFSDPStrategy,
     QuantizedPipelineStrategy,
     QuantizedPrecision,
@@ -226,6 +227,16 @@ def test_only_an_error_of_the_training_step_is_said_to_be_of_the_batch() -> None
         lq_lightning.plan(Fails, trainer={"devices": 1}, batch="int64[2,4]", alternatives=False)
     with pytest.raises(ValueError, match="its training step raises.*taken from `batch`: x:int64"):
         lq_lightning.plan(Net, trainer={"devices": 1}, batch="x:int64[2,4]", alternatives=False)
+
+
+def test_bits_that_are_learned_are_planned_as_they_start() -> None:
+    plan = lq_lightning.plan(
+        Net(),
+        trainer={"devices": 1, "callbacks": [AdaptiveBits(4, sites="layers")]},
+        batch="int64[2,4]",
+        alternatives=False,
+    )
+    assert plan.notes == ("`AdaptiveBits` is planned with the bits that it starts with.",)
 
 
 def test_strategies_that_need_a_gpu_are_refused_by_name() -> None:
