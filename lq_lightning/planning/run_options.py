@@ -179,7 +179,7 @@ class RunOptions:
             ValueError: as :meth:`topology`.
         """
         topology, (weights, gradients) = self.topology(cluster), self.collectives(cluster)
-        if weights is not None and (weights.method != "qWD" or topology.node_size == 1):
+        if weights is not None and topology.node_size == 1:
             weights = replace(weights, replica="full")
         nodes_alone = cluster.nodes > 1 and self.strategy == "quantized_fsdp"
         reduces = self.accumulates and self.is_ours and topology.world_size > 1
