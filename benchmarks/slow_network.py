@@ -37,10 +37,10 @@ from job import TINY, Clock, add_group_arguments, process_group
 from torch import Tensor, nn
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
+from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.execution import ProcessGroupLinks
-from lq_lightning.pipeline.message import BoundaryMeta
+from lq_lightning.pipeline.message import BoundaryCodec, BoundaryMeta
 from lq_lightning.pipeline.partition import StageModule, keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 

@@ -57,7 +57,7 @@ from lq_lightning.optim import (
     muon_groups,
 )
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
-from lq_lightning.pipeline.boundary import TAHQuantization
+from lq_lightning.pipeline.message import TAHQuantization
 from lq_lightning.plugins import FullyShardedPrecision, QuantizedPrecision
 from lq_lightning.plugins.precision import grad_norm
 from lq_lightning.strategies import QuantizedFSDPStrategy, QuantizedPipelineStrategy

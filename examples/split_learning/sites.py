@@ -16,9 +16,8 @@ from torch import Tensor
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.mixed import Ranges, WidthTable
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec, AQSGDQuantization
-from lq_lightning.pipeline.boundary import CastCodec, GroupCodec
 from lq_lightning.pipeline.boundary_widths import MixedCodec
-from lq_lightning.pipeline.message import BoundaryCodec, Message
+from lq_lightning.pipeline.message import BoundaryCodec, CastCodec, GroupCodec, Message
 
 from .adapters import Packing
 from .settings import OptionError, SplitSettings

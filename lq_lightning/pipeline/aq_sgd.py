@@ -36,8 +36,6 @@ from .message import (
     check_payload,
 )
 
-__all__ = ["AQSGDCodec", "AQSGDQuantization"]
-
 DifferenceCode = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
 CacheDtype = Literal["bfloat16", "float16", "float32"]
 

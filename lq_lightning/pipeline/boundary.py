@@ -11,20 +11,7 @@ from lq_lightning.foundation.checks import check_choice
 
 from .aq_sgd import AQSGDCodec, AQSGDQuantization
 from .boundary_widths import MixedCodec
-from .message import BoundaryCodec, CastCodec, GroupCodec, Message, TAHCodec, TAHQuantization
-
-__all__ = [
-    "CODEC_NAMES",
-    "AQSGDQuantization",
-    "BoundaryCodec",
-    "CastCodec",
-    "GroupCodec",
-    "Message",
-    "TAHCodec",
-    "TAHQuantization",
-    "codec_classes",
-    "make_boundary_codec",
-]
+from .message import BoundaryCodec, CastCodec, GroupCodec, TAHCodec, TAHQuantization
 
 _INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
 CODEC_NAMES = (

@@ -30,15 +30,6 @@ from .execution import Listener, started
 from .message import BoundaryCodec, Message, check_floats, check_payload
 from .schedules import rank_of_stage
 
-__all__ = [
-    "BoundaryWidths",
-    "CodedBoundary",
-    "LearnsWidths",
-    "MixedCodec",
-    "StartingWidths",
-    "boundaries_between",
-]
-
 StartingWidths = Callable[[int], WidthTable]  # the first table for a number of channels
 
 

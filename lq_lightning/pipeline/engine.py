@@ -33,8 +33,6 @@ from .schedules import (
     training_program,
 )
 
-__all__ = ["Agreement", "PipelineEngine", "batch_digest", "batch_signature"]
-
 T = TypeVar("T")
 
 _DIGESTED_FIRST = 3  # steps whose batches are compared by content,

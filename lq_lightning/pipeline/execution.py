@@ -21,20 +21,6 @@ from .message import BoundaryCodec, BoundaryMeta, Message
 from .schedules import Action, Key, Program
 from .split_backward import Received, SavedTensors, SplitBackward, receive
 
-__all__ = [
-    "BoundaryTraffic",
-    "Endpoint",
-    "Execution",
-    "Inbox",
-    "Links",
-    "Listener",
-    "Outbox",
-    "ProcessGroupLinks",
-    "Stage",
-    "Work",
-    "started",
-]
-
 # Receives that are posted before they are needed, for each sending rank, at most. Transfers go on
 # while this rank computes only into posted receives. More would only take memory for payloads: the
 # link is busy as long as there is always one more.

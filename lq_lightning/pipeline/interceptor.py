@@ -41,15 +41,6 @@ from .message import BoundaryMeta
 from .placeholder_tracking import PlaceholderTracker
 from .random_numbers import RandomNumbers
 
-__all__ = [
-    "LayerInterceptor",
-    "PlaceholderAfter",
-    "PlaceholderLayer",
-    "PlaceholderModule",
-    "StageEnd",
-    "placeholders",
-]
-
 _KEEP = (
     "layers of a pipeline must keep its shape, and from the first on its dtype. Let stages end "
     "elsewhere (`split`), or use `quantized_fsdp`."

@@ -16,8 +16,6 @@ from torch import nn
 from lq_lightning.foundation.layer_stack import find_layer_stack
 from lq_lightning.foundation.streams import has_streams
 
-__all__ = ["measure_times"]
-
 
 def measure_times(
     module: nn.Module, run: Callable[[], Any], *, trunk: str | None = None, repeats: int = 3

@@ -20,8 +20,6 @@ from .message import BoundaryMeta
 from .placeholder_tracking import PlaceholderTracker
 from .plan import PipelinePlan
 
-__all__ = ["KeptStages", "StageModule", "keep_stages", "kept_stages"]
-
 _RECORD = "_lq_pipeline"  # kept in the module, so that both are freed together
 
 

@@ -37,8 +37,6 @@ from lq_lightning._compat.saved_tensors import has_storage, storage_key
 from lq_lightning._compat.tensor_parallel import local_memory
 from lq_lightning.foundation.nested import tensors_in
 
-__all__ = ["PlaceholderTracker"]
-
 # They read shape, dtype and device alone.
 _FROM_SHAPE = frozenset(
     ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")

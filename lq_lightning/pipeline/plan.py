@@ -16,8 +16,6 @@ from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, na
 
 from .interceptor import LayerInterceptor, placeholders
 
-__all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "hidden_size", "plan_stages"]
-
 
 def balance(
     costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0

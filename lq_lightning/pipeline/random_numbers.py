@@ -31,8 +31,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["RandomNumbers", "held_generators", "mixed_seed"]
-
 _numpy: Any = np.random  # its types leave out two of its functions
 
 

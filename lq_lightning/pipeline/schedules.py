@@ -16,24 +16,6 @@ from typing import Literal, NamedTuple, cast, get_args
 from lq_lightning._compat.torch import TorchSchedule, schedule_actions
 from lq_lightning.foundation.checks import check_choice
 
-__all__ = [
-    "BITS",
-    "SCHEDULES",
-    "SPLIT_SCHEDULES",
-    "Action",
-    "InFlight",
-    "Key",
-    "Program",
-    "Schedule",
-    "check_schedule",
-    "compensated_bits",
-    "evaluation_program",
-    "in_flight",
-    "rank_of_stage",
-    "stages_of_rank",
-    "training_program",
-]
-
 Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 SPLIT_SCHEDULES = ("zero_bubble", "zbv")  # their backward passes have two halves

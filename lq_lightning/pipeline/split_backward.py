@@ -33,8 +33,6 @@ from lq_lightning.foundation.parameters import is_copy_of_parameter
 
 from .schedules import SPLIT_SCHEDULES
 
-__all__ = ["Received", "SavedTensors", "SplitBackward", "check_not_compiled", "receive"]
-
 _COMPILED = (is_compiled_wrapper, is_compiled_in_place, has_compiled_forward)
 
 

@@ -26,7 +26,7 @@ from lq_lightning.foundation.checks import counted
 from lq_lightning.foundation.groups import distrust_groups
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
-from lq_lightning.pipeline.boundary import TAHQuantization
+from lq_lightning.pipeline.message import TAHQuantization
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
 from lq_lightning.strategies.checks import check_meshes

@@ -23,7 +23,7 @@ from lq_lightning.data_parallel import QuantizedAllReduce, QuantizedGradientBuff
 from lq_lightning.foundation.checks import check_choice, counted
 from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
-from lq_lightning.pipeline.boundary import TAHQuantization
+from lq_lightning.pipeline.message import TAHQuantization
 
 
 def _buffer(**options: Any) -> Any:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec, AQSGDQuantization
-from lq_lightning.pipeline.boundary import Message, make_boundary_codec
+from lq_lightning.pipeline.boundary import make_boundary_codec
+from lq_lightning.pipeline.message import Message
 
 TOKENS, CHANNELS = 4, 64
 SAMPLE_NBYTES = TOKENS * CHANNELS * 2

@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, named_codec
-from lq_lightning.pipeline.boundary import (
-    CODEC_NAMES,
-    AQSGDQuantization,
-    BoundaryCodec,
-    Message,
-    TAHQuantization,
-    make_boundary_codec,
-)
+from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
+from lq_lightning.pipeline.boundary import CODEC_NAMES, make_boundary_codec
+from lq_lightning.pipeline.message import BoundaryCodec, Message, TAHQuantization
 
 FORWARD = Message(boundary=0, backward=False, microbatch=0, training=False)
 NAMES = [name for name in CODEC_NAMES if name != "amaq"]  # which has widths: test_mixed.py

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lq_lightning.codecs.mixed import Ranges, WidthTable, round_trip_mixed
-from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
+from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.boundary_widths import MixedCodec
-from lq_lightning.pipeline.message import Message
+from lq_lightning.pipeline.message import BoundaryCodec, Message
 
 SHAPE = (2, 12, 20)
 

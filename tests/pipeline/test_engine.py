@@ -25,14 +25,11 @@ from lq_testing.pipeline_toys import (
 )
 from torch import Tensor, nn
 
-from lq_lightning.pipeline.boundary import (
-    AQSGDQuantization,
-    BoundaryCodec,
-    Message,
-    make_boundary_codec,
-)
+from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
+from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.execution import Inbox, Stage
+from lq_lightning.pipeline.message import BoundaryCodec, Message
 from lq_lightning.pipeline.schedules import Key, in_flight
 
 CASES = [

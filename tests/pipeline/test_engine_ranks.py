@@ -11,10 +11,11 @@ from lq_testing import run_ranks
 from lq_testing.pipeline_toys import Boundary, make_engine, make_gated, make_layers
 
 from lq_lightning.codecs.mixed import WidthTable
-from lq_lightning.pipeline.boundary import TAHQuantization, make_boundary_codec
+from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.boundary_widths import BoundaryWidths, MixedCodec
 from lq_lightning.pipeline.engine import PipelineEngine, batch_digest, batch_signature
 from lq_lightning.pipeline.execution import ProcessGroupLinks
+from lq_lightning.pipeline.message import TAHQuantization
 
 
 def _engine(size: int, codec: Any = "none") -> PipelineEngine:

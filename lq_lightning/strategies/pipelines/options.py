@@ -17,13 +17,9 @@ from torch.optim import LBFGS, Optimizer
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.foundation.checks import check_choice, check_count, counted
-from lq_lightning.pipeline.boundary import (
-    CODEC_NAMES,
-    BoundaryCodec,
-    codec_classes,
-    make_boundary_codec,
-)
+from lq_lightning.pipeline.boundary import CODEC_NAMES, codec_classes, make_boundary_codec
 from lq_lightning.pipeline.boundary_widths import LearnsWidths, MixedCodec
+from lq_lightning.pipeline.message import BoundaryCodec
 from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
 
 # With four micro-batches per rank the bubble is below a fifth of a step, whatever the size:

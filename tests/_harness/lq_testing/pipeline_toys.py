@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
+from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.boundary_widths import (
     BoundaryWidths,
     CodedBoundary,
@@ -20,6 +20,7 @@ from lq_lightning.pipeline.boundary_widths import (
     boundaries_between,
 )
 from lq_lightning.pipeline.engine import PipelineEngine
+from lq_lightning.pipeline.message import BoundaryCodec
 from lq_lightning.pipeline.schedules import stages_of_rank
 
 WIDTH = 8
