@@ -225,15 +225,11 @@ class AQSGDCodec(BoundaryCodec):
     def __init__(self, name: str, config: AQSGDQuantization) -> None:
         self.name = name
         self.config = config
+        self.options = repr(replace(config, memory_nbytes=0, folder=None))  # those are of one end
         self._spec = config.spec
         self._caches: dict[int, SampleCache] = {}
         # Messages that were announced and not yet coded, by boundary and micro-batch.
         self._visits: OrderedDict[tuple[int, int], Visit] = OrderedDict()
-
-    @property
-    def options(self) -> str:
-        """The configuration, without options of one end."""
-        return repr(replace(self.config, memory_nbytes=0, folder=None))
 
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Refuse tiles that would cross tokens, and a cache that does not hold one sample."""

@@ -25,7 +25,7 @@ from lq_lightning.codecs.mixed import (
 )
 from lq_lightning.foundation.agreement import gather_objects
 
-from .engine import Agreement, PipelineEngine, batch_digest
+from .engine import PipelineEngine, agree_on, batch_digest
 from .execution import Listener, started
 from .message import BoundaryCodec, Message, check_floats, check_payload
 from .schedules import rank_of_stage
@@ -240,9 +240,8 @@ class BoundaryWidths:
             f"the digest of the widths of boundary {index}": batch_digest(table.pack())
             for index, table in tables.items()
         }
-        Agreement(self._group).check(
-            {**facts, **digests}, "Give all ranks the same options and the same checkpoint."
-        )
+        remedy = "Give all ranks the same options and the same checkpoint."
+        agree_on({**facts, **digests}, remedy, self._group)
         self._codec.begin(start, "fitted")
         for index, table in tables.items():
             self._codec.set_table(index, table)

@@ -39,29 +39,23 @@ _DIGESTED_FIRST = 3  # steps whose batches are compared by content,
 _DIGESTED_EVERY = 100  # and then one of so many
 
 
-class Agreement:
-    """Comparisons between the ranks of a pipeline (a gloo group), 8 bytes per rank each.
+def agree_on(facts: Mapping[str, str], remedy: str, group: dist.ProcessGroup) -> None:
+    """Raise ``RuntimeError`` on every rank of a pipeline (a gloo group) if facts differ.
 
-    Messages carry neither shape nor dtype: a rank with another batch would get a payload of another
-    size, which gloo truncates silently, or train on samples of which the last stage has other
-    labels. Every rank must call the methods in one order.
+    The message has the values and the remedy. Ranks exchange 8 bytes each. Messages carry neither
+    shape nor dtype: a rank with another batch would get a payload of another size, which gloo
+    truncates silently, or train on samples of which the last stage has other labels.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def check(self, facts: Mapping[str, str], remedy: str) -> None:
-        """Raise ``RuntimeError`` on every rank if facts differ, with the values and the remedy."""
-        text = repr(sorted(facts.items())).encode()
-        digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-        mine = torch.tensor([digest], dtype=torch.int64)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(gathered, mine, group=self._group)
-        if all(torch.equal(each, mine) for each in gathered):
-            return
-        # All ranks were given the same digests, so that all of them come here.
-        everyone = gather_objects(dict(facts), self._group)
-        raise RuntimeError(f"{_differences(everyone)} {remedy}")
+    text = repr(sorted(facts.items())).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    mine = torch.tensor([digest], dtype=torch.int64)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    if all(torch.equal(each, mine) for each in gathered):
+        return
+    # All ranks were given the same digests, so that all of them come here.
+    everyone = gather_objects(dict(facts), group)
+    raise RuntimeError(f"{_differences(everyone)} {remedy}")
 
 
 def batch_signature(batch: object) -> str:
@@ -154,8 +148,7 @@ class PipelineEngine:
         self._schedule, self._size, self._num_stages = schedule, size, num_stages
         self._num_microbatches = num_microbatches
         self._control_group = control_group
-        self._agreement = None if control_group is None else Agreement(control_group)
-        if self._agreement is not None:
+        if control_group is not None:
             facts = {
                 "schedule": schedule,
                 "num_stages": str(num_stages),
@@ -165,7 +158,7 @@ class PipelineEngine:
                 "options of forward_codec": forward_codec.options,
                 "options of backward_codec": backward_codec.options,
             }
-            self._agreement.check(facts, "Give all ranks the same options.")
+            agree_on(facts, "Give all ranks the same options.", control_group)
         if links is None:
             ranks = [self._rank_of(stage) for stage in range(num_stages)]
             # Pairs of ranks that send to each other, in one order for all ranks.
@@ -218,7 +211,7 @@ class PipelineEngine:
         Shapes, dtypes and ``samples`` are compared in each step, contents of the batch (before it
         is split) in the first steps and then now and then. Differences raise on every rank.
         """
-        if self._agreement is None:
+        if self._control_group is None:
             return
         facts = {
             "the step": "training" if training else "evaluation",
@@ -230,7 +223,7 @@ class PipelineEngine:
         if self._agreed < _DIGESTED_FIRST or self._agreed % _DIGESTED_EVERY == 0:
             facts["the digest of the batch"] = batch_digest(batch)
         self._agreed += 1
-        self._agreement.check(
+        agree_on(
             facts,
             "All stages of a pipeline need the same batch: let the sampler tell ranks apart by "
             "their data-parallel rank only, and shuffle with the same seed. What a data set draws "
@@ -239,6 +232,7 @@ class PipelineEngine:
             "alone; or from a generator that it seeds by the index of the sample: "
             "`torch.Generator().manual_seed(seed + index)`. One that is seeded by nothing "
             "(`np.random.default_rng()`), by the rank or a `worker_init_fn` of its own differs.",
+            self._control_group,
         )
 
     def share(self, value: T | None) -> T:

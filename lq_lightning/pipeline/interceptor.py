@@ -46,7 +46,7 @@ _KEEP = (
     "elsewhere (`split`), or use `quantized_fsdp`."
 )
 # What transformers collects from every layer by hooks, as arguments that it hands on to the layers.
-_COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
+COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class StageEnd(BaseException):
@@ -69,16 +69,17 @@ class LayerInterceptor:
     tokens.
     """
 
+    boundary: BoundaryMeta  # set before a stage runs
+
     def __init__(self, layers: tuple[str, ...]) -> None:
         self._layers = layers
-        self.boundary: BoundaryMeta | None = None
         self.random = RandomNumbers()
         self.tensor_size = 1
         self._tracker: PlaceholderTracker | None = None
         self._output: Tensor | None = None  # of the last layer, this rank's part
         self._form: _Form | None = None  # of that output
         self._first = self._last = self._next = 0
-        self._received: Tensor | None = None
+        self.received: Tensor | None = None  # hidden state; None where there is none
         self._embedded: _Form | None = None  # of the hidden state in front of the layers
         self._extras: tuple[bool, ...] | None = None
         self._running = self._left = self._probing = self._needs_gradient = False
@@ -100,7 +101,7 @@ class LayerInterceptor:
         finds uses of modules of earlier stages.
         """
         self._first, self._last, self._next = *span, 0
-        self._received, self._tracker, self._changed = received, tracker, None
+        self.received, self._tracker, self._changed = received, tracker, None
         self._needs_gradient = received is not None and received.requires_grad
         self._running, self._left = True, False
         try:
@@ -117,7 +118,7 @@ class LayerInterceptor:
                 raise NotImplementedError(tracker.refused[0]) from error
             raise
         finally:
-            self._received = self._tracker = self._output = self._embedded = None
+            self.received = self._tracker = self._output = self._embedded = None
             self._running = False
 
     def check(self, value: object, use: str) -> None:
@@ -189,9 +190,13 @@ class LayerInterceptor:
         if index > self._last:
             self._left = True
             raise StageEnd(self._end(index))
-        if index == self._first:
-            self._check_entry(name, hidden)
-        elif self._changed is None and not self._fits(hidden):
+        if index == self._first and self._needs_gradient and not hidden.requires_grad:
+            raise NotImplementedError(
+                f"`{name}` gets a hidden state without gradient: reentrant checkpointing around "
+                "calls of layers cannot be cut into stages. Use "
+                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
+            )
+        if index != self._first and self._changed is None and not self._fits(hidden):
             self._changed = index
         if forward is None:
             raise AssertionError(f"{name} is on another stage")
@@ -222,19 +227,6 @@ class LayerInterceptor:
         """Whether the running step has called layers already."""
         return self._running and self._next > 0
 
-    def embedded_dtype(self) -> torch.dtype:
-        """Return the dtype of the hidden state in front of the first layer."""
-        return self._boundary().embedded_dtype
-
-    def received(self) -> Tensor | None:
-        """Return the received hidden state; None where there is none."""
-        return self._received
-
-    def _boundary(self) -> BoundaryMeta:
-        if self.boundary is None:
-            raise AssertionError("`set_boundary` is called before a stage runs")
-        return self.boundary
-
     def _check_call(self, index: int, kwargs: Mapping[str, Any]) -> None:
         name = self._layers[index]
         if not self._running:
@@ -242,7 +234,7 @@ class LayerInterceptor:
                 f"`{name}` is called outside of a training, validation, test or predict step. This "
                 "rank has only some of the layers: run the model inside of a step."
             )
-        for flag in _COLLECTING:
+        for flag in COLLECTING:
             if kwargs.get(flag):
                 raise NotImplementedError(
                     f"`{flag}={kwargs[flag]!r}` collects something from every layer, but a stage "
@@ -266,7 +258,7 @@ class LayerInterceptor:
         So the first layer of the stage gets the state as its argument, which checkpointing of that
         call keeps.
         """
-        boundary, received = self._boundary(), self._received
+        boundary, received = self.boundary, self.received
         if received is None:
             raise AssertionError("stages behind the first receive a hidden state")
         found = tuple(local_tensor(hidden).shape)
@@ -293,16 +285,8 @@ class LayerInterceptor:
         return (hidden, *nan)
 
     def _nan(self, index: int, shape: Sequence[int], device: torch.device) -> Tensor:
-        nan = torch.full(tuple(shape), math.nan, dtype=self._boundary().dtype, device=device)
+        nan = torch.full(tuple(shape), math.nan, dtype=self.boundary.dtype, device=device)
         return self.given_by_placeholder(nan, self._layers[index])
-
-    def _check_entry(self, name: str, hidden: Tensor) -> None:
-        if self._needs_gradient and not hidden.requires_grad:
-            raise NotImplementedError(
-                f"`{name}` gets a hidden state without gradient: reentrant checkpointing around "
-                "calls of layers cannot be cut into stages. Use "
-                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
-            )
 
     def _check_arguments(
         self,
@@ -319,8 +303,8 @@ class LayerInterceptor:
             self.check(value, f"`{name}` takes {place} besides the hidden state, which")
 
     def _fits(self, hidden: Tensor) -> bool:
-        boundary = self._boundary()
-        return (tuple(local_tensor(hidden).shape), hidden.dtype) == (boundary.shape, boundary.dtype)
+        known = self.boundary.shape, self.boundary.dtype
+        return (tuple(local_tensor(hidden).shape), hidden.dtype) == known
 
     def _end(self, index: int) -> Any:
         hidden, form, embedded = self._output, self._form, self._embedded
@@ -336,7 +320,7 @@ class LayerInterceptor:
         if self._probing:
             return self._probed(form, embedded)
         if not self._fits(hidden):
-            boundary, last = self._boundary(), (self._changed or index) - 1
+            boundary, last = self.boundary, (self._changed or index) - 1
             raise NotImplementedError(
                 f"behind `{self._layers[last]}` the hidden state changes: in front of "
                 f"`{self._layers[index]}`, where a stage ends, it has shape {tuple(hidden.shape)} "
@@ -454,7 +438,7 @@ class PlaceholderModule(nn.Module):
     def _nan(
         self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        nan = full_like(like, shape, math.nan, dtype or self.calls.embedded_dtype())
+        nan = full_like(like, shape, math.nan, dtype or self.calls.boundary.embedded_dtype)
         return self.calls.given_by_placeholder(nan, self.absent_name)
 
 
@@ -514,7 +498,7 @@ class PlaceholderBefore(PlaceholderModule):
     @property
     def weight(self) -> Tensor:
         """NaN of the table's shape, for embeddings: models ask it for dtype and device."""
-        received = self.calls.received()
+        received = self.calls.received
         if received is None or self._weight is None or self.calls.passed_layers():
             raise AttributeError  # which `__getattr__` explains
         return self._nan((1, 1), received).expand(self._weight)

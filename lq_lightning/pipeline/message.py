@@ -83,14 +83,11 @@ class BoundaryCodec(ABC):
 
     Attributes:
         name: name in options and reports.
+        options: options that both ends must share, besides the name.
     """
 
     name: str
-
-    @property
-    def options(self) -> str:
-        """Options that both ends must share, besides the name."""
-        return ""
+    options = ""
 
     @abstractmethod
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -208,13 +205,8 @@ class GroupCodec(BoundaryCodec):
                 f"rounding={spec.rounding!r}: every token needs scales of its own, and nothing "
                 "seeds the noise. Use a group_size of 16 to 4096 and rounding='nearest'."
             )
-        self.name = name
+        self.name, self.options = name, repr(spec)
         self.spec = spec
-
-    @property
-    def options(self) -> str:
-        """The specification."""
-        return repr(self.spec)
 
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Refuse groups that would cross tokens, and dtypes that kernels do not take."""
@@ -307,15 +299,10 @@ class TAHCodec(BoundaryCodec):
     """The codec of ``TAHQuantization``."""
 
     def __init__(self, name: str, config: TAHQuantization) -> None:
-        self.name = name
+        self.name, self.options = name, repr(config)
         self.config = config
         self._format = config.kernel_format
         self._text = str(self._format)
-
-    @property
-    def options(self) -> str:
-        """The configuration."""
-        return repr(self.config)
 
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Refuse tiles that would cross tokens, and dtypes that kernels do not take."""

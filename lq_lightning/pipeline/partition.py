@@ -101,20 +101,17 @@ def _let_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """
     cls = type(module)
     if cls not in _CLASSES:
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            own = partial(cls.__call__, self)
+            call = self.__dict__.get("_lq_call")  # none in a copy
+            return own(*args, **kwargs) if call is None else call(own, args, kwargs)
+
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         # One base only: the layout of instances must not change.
-        _CLASSES[cls] = type(cls.__name__, (cls,), {**names, "__call__": _calling(cls)})
+        _CLASSES[cls] = type(cls.__name__, (cls,), {**names, "__call__": __call__})
     module.__dict__["_lq_call"] = call
     module.__class__ = _CLASSES[cls]
-
-
-def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = partial(cls.__call__, self)
-        call = self.__dict__.get("_lq_call")  # none in a copy
-        return own(*args, **kwargs) if call is None else call(own, args, kwargs)
-
-    return __call__
 
 
 # --- parts of a step ----------------------------------------------------------------------------

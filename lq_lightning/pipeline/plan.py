@@ -14,7 +14,7 @@ from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapp
 from lq_lightning.foundation.checks import counted, is_whole
 from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, names_around
 
-from .interceptor import LayerInterceptor, placeholders
+from .interceptor import COLLECTING, LayerInterceptor, placeholders
 
 
 def balance(
@@ -118,9 +118,12 @@ class PipelinePlan:
 
     def modules_of(self, stage: int) -> tuple[str, ...]:
         """Return the modules with parameters of one stage, in the order of calls."""
+        return self._with_ends(stage, *self.stages[stage])
+
+    def _with_ends(self, stage: int, *names: str) -> tuple[str, ...]:
         before = self.before if stage == 0 else ()
         after = self.after if stage == self.num_stages - 1 else ()
-        return (*before, *self.stages[stage], *after)
+        return (*before, *names, *after)
 
     def summary(self) -> str:
         """Return a few lines for people."""
@@ -128,9 +131,7 @@ class PipelinePlan:
         for stage, cost in enumerate(self.costs):
             names = self.stages[stage]
             span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            before = self.before if stage == 0 else ()
-            after = self.after if stage == self.num_stages - 1 else ()
-            parts = [*before, f"{span} ({len(names)})", *after]
+            parts = self._with_ends(stage, f"{span} ({len(names)})")
             lines.append(f"  {stage}: {', '.join(parts)}: {cost:.0%}")
         for shared in self.shared:
             stages = ", ".join(map(str, shared.stages))
@@ -282,7 +283,7 @@ def _check(module: nn.Module, plan: PipelinePlan) -> None:
                 "(`layer.compile()`, or the strategy's `compile_units`)."
             )
         config = getattr(outer, "config", None)
-        for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        for flag in COLLECTING:
             if getattr(config, flag, False) is True:
                 raise NotImplementedError(
                     f"`config.{flag}=True` of `{name or type(module).__name__}` collects something "

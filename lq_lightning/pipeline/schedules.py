@@ -320,12 +320,9 @@ def in_flight(
             whole += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
             half += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
             pairs.add((whole, half))
-        ranks.append(InFlight(tuple(sorted(p for p in pairs if not _exceeded(p, pairs)))))
+        exceeded = {p for p in pairs for q in pairs if p != q and q[0] >= p[0] and q[1] >= p[1]}
+        ranks.append(InFlight(tuple(sorted(pairs - exceeded))))
     return tuple(ranks)
-
-
-def _exceeded(pair: tuple[int, int], pairs: set[tuple[int, int]]) -> bool:
-    return any(p != pair and p[0] >= pair[0] and p[1] >= pair[1] for p in pairs)
 
 
 def compensated_bits(

@@ -55,15 +55,9 @@ def check_not_compiled(schedule: str, module: nn.Module) -> None:
 # --- the received hidden state ------------------------------------------------------------------
 
 
-class _Arrived:
-    """Holds the gradient of a received hidden state."""
-
-    # Apart from `Received`, which owns the node that owns this: a cycle would live forever.
-
-    __slots__ = ("gradient",)
-
-    def __init__(self) -> None:
-        self.gradient: Tensor | None = None
+# Holds the gradient of a received hidden state once it is there. Apart from `Received`, which owns
+# the node that owns this: a cycle would live forever.
+_Arrived = list[Tensor]
 
 
 class _Receive(torch.autograd.Function):
@@ -80,7 +74,7 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.arrived.gradient = gradient
+        ctx.arrived[:] = [gradient]
         return None, None, None
 
 
@@ -99,14 +93,13 @@ class Received:
 
     def arrive(self, gradient: Tensor | None) -> None:
         """Set a gradient that was computed for ``edge``, instead of by a backward through it."""
-        self._arrived.gradient = gradient
+        self._arrived[:] = [] if gradient is None else [gradient]
 
     def take_gradient(self) -> Tensor:
         """Return the gradient that arrived, zeros if none did; contiguous."""
-        gradient, self._arrived.gradient = self._arrived.gradient, None
-        if gradient is None:  # the stage does not use its input
+        if not self._arrived:  # the stage does not use its input
             return torch.zeros_like(self._like, memory_format=torch.contiguous_format)
-        return gradient.contiguous()
+        return self._arrived.pop().contiguous()
 
 
 def receive(hidden: Tensor) -> tuple[Tensor, Received]:
@@ -117,7 +110,7 @@ def receive(hidden: Tensor) -> tuple[Tensor, Received]:
         ``hidden``, may be changed in place, and is freed as soon as no node and nobody else keeps
         it. Each call starts a graph of its own, also for one tensor.
     """
-    arrived = _Arrived()
+    arrived: _Arrived = []
     root = hidden.new_empty(0).requires_grad_()
     entered: Tensor = _Receive.apply(root, hidden, arrived)  # type: ignore[no-untyped-call]
     return entered, Received(get_gradient_edge(entered), arrived, hidden)

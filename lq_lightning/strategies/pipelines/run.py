@@ -29,7 +29,7 @@ from lq_lightning.foundation.strategy_part import StrategyPart
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
 from lq_lightning.pipeline.boundary_widths import BoundaryWidths, MixedCodec, boundaries_between
-from lq_lightning.pipeline.engine import Agreement, PipelineEngine, batch_signature
+from lq_lightning.pipeline.engine import PipelineEngine, agree_on, batch_signature
 from lq_lightning.pipeline.interceptor import LayerInterceptor
 from lq_lightning.pipeline.message import BoundaryMeta
 from lq_lightning.pipeline.partition import StageModule, kept_stages
@@ -383,10 +383,11 @@ class PipelineRun(StrategyPart):
         found = held_generators(self.module)
         shared = {n: g for n, g in found.items() if len(self._plan.stages_of(n)) == everywhere}
         self._random.hold(shared)
-        Agreement(self._ranks.control_group).check(
+        agree_on(
             {f"the state of the generator `{n}`": s for n, s in self._random.held_states().items()},
             "All stages of a pipeline have to draw the same numbers in a step: seed the generators "
             "that the module keeps alike on them, or apart by the data-parallel rank only.",
+            self._ranks.control_group,
         )
 
     def _refuse_together(self, batch: _Batch) -> None:
