@@ -160,10 +160,6 @@ def tanh(x: Formula) -> Formula:
     return sigmoid(x.scaled(2.0)).scaled(2.0) + number(-1.0)
 
 
-def _gelu_erf(x: Formula) -> Formula:
-    return x.scaled(0.5) * (number(1.0) + atom("erf", x.scaled(math.sqrt(0.5))))
-
-
 def _gelu_tanh(x: Formula) -> Formula:
     inner = (x + x.power(3).scaled(0.044715)).scaled(math.sqrt(2.0 / math.pi))
     return x.scaled(0.5) * (number(1.0) + tanh(inner))
@@ -171,7 +167,7 @@ def _gelu_tanh(x: Formula) -> Formula:
 
 ACTIVATIONS: dict[str, Callable[[Formula], Formula]] = {
     "silu": lambda x: x * sigmoid(x),
-    "gelu": _gelu_erf,
+    "gelu": lambda x: x.scaled(0.5) * (number(1.0) + atom("erf", x.scaled(math.sqrt(0.5)))),
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: atom("relu", x),
     "relu2": lambda x: atom("relu", x).power(2),
@@ -195,14 +191,6 @@ def _check(condition: bool, what: str) -> None:
 
 def _add(of: Of, x: Any, y: Any, alpha: Any = 1) -> Formula:
     return of(x) + of(y).scaled(alpha)
-
-
-def _sub(of: Of, x: Any, y: Any, alpha: Any = 1) -> Formula:
-    return of(x) + of(y).scaled(-alpha)
-
-
-def _rsub(of: Of, x: Any, y: Any, alpha: Any = 1) -> Formula:
-    return of(y) + of(x).scaled(-alpha)
 
 
 def _pow(of: Of, x: Any, exponent: Any) -> Formula:
@@ -310,8 +298,8 @@ def _unary(function: Callable[[Formula], Formula]) -> Callable[..., Formula]:
 # By name without overload; in-place operators share the rule of the name without `_`.
 OPERATORS: dict[str, Callable[..., Result]] = {
     "add": _add,
-    "sub": _sub,
-    "rsub": _rsub,
+    "sub": lambda of, x, y, alpha=1: _add(of, x, y, -alpha),
+    "rsub": lambda of, x, y, alpha=1: _add(of, y, x, -alpha),
     "mul": lambda of, x, y: of(x) * of(y),
     "div": lambda of, x, y: of(x) * of(y).inverse(),
     "pow": _pow,

@@ -37,7 +37,7 @@ from .calibrate import (
     other_memory,
     unchanged,
 )
-from .calibration import ActivationCalibration, KeptTensors, SiteCalibration
+from .calibration import ActivationCalibration, KeptTensors, SiteCalibration, average_values
 from .host_memory import gib
 from .offload_share import RESIDENT, hidden_nbytes
 from .policy import ActivationPolicy, ActivationRule, Matmul
@@ -252,13 +252,6 @@ def _polish(parts: list[_Part], chosen: list[_Entry], capacity: int, largest: in
         chosen[index] = better
 
 
-def _uniform(calibration: ActivationCalibration) -> Iterator[dict[str, str]]:
-    names = sorted({c.codec for site in calibration.sites for c in site.codecs})
-    yield {}
-    for codec in names:
-        yield {site.name: codec for site in calibration.sites if site.codecs}
-
-
 def _prepare(
     calibration: ActivationCalibration, costs: _Costs, recompute: bool, step: int
 ) -> tuple[list[_Part], int, list[int]]:
@@ -326,7 +319,9 @@ def allocate(
     step = max(1, nbytes // _STEPS)
     costs = _Costs(calibration, time_weight)
     parts, fixed, sizes = _prepare(calibration, costs, recompute, step)
-    found: list[_Choice] = [(codecs, ()) for codecs in _uniform(calibration)]
+    coded = [site for site in calibration.sites if site.codecs]
+    names = sorted({each.codec for site in coded for each in site.codecs})
+    found: list[_Choice] = [({}, ()), *(({s.name: name for s in coded}, ()) for name in names)]
     if _peak(calibration, found[0], at_loss_nbytes) > nbytes:
         found.append(_leanest(calibration, recompute, at_loss_nbytes))
         for largest in sizes:
@@ -470,12 +465,6 @@ def _policy(allocation: Allocation, matmul: Matmul) -> ActivationPolicy:
     return replace(FULL_PRECISION, matmul=matmul, rules=tuple(rules))
 
 
-def _outside_blocks(calibration: ActivationCalibration) -> int:
-    """Bytes that not only blocks save."""
-    outside = (t for t in calibration.tensors if not all(s.inside for s in t.savers))
-    return sum(tensors.nbytes for tensors in outside)
-
-
 def _total_nbytes(model: nn.Module, budget: MemoryBudget) -> int:
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -547,17 +536,14 @@ def plan_activations(
     if budget.scope == "device":
         with unchanged(model), applied(model, FULL_PRECISION):
             other = other_memory(model, run_step, calibration, optimizers, accumulates)
-        other = replace(
-            other,
-            nbytes=max(gather_objects(other.nbytes)),
-            at_loss_nbytes=max(gather_objects(other.at_loss_nbytes)),
-            after_backward_nbytes=max(gather_objects(other.after_backward_nbytes)),
-        )
+        other = average_values(gather_objects(other))  # the most of any rank
     blocks = len(whole_blocks([unit.name for unit in calibration.units]))
     hidden = 0
     if budget.offload and blocks > RESIDENT:
         hidden = min(gather_objects(hidden_nbytes(model, calibration.step_time_s / 3, ranks)))
         hidden = hidden * (blocks - RESIDENT) // blocks
+    by_others = (t for t in calibration.tensors if not all(s.inside for s in t.savers))
+    outside = sum(tensors.nbytes for tensors in by_others)  # what not only blocks save
     margin = 0
     for _ in range(_ROUNDS):
         allocation = allocate(
@@ -574,7 +560,7 @@ def plan_activations(
             measured = max(gather_objects(measured_nbytes(model, run_step)))
         excess = measured - allocation.kept_nbytes
         over = allocation.nbytes + max(0, excess) + other.nbytes - nbytes
-        inside = allocation.kept_nbytes - _outside_blocks(calibration)
+        inside = allocation.kept_nbytes - outside
         most = min(hidden, inside * (blocks - RESIDENT) // max(1, blocks))
         if over <= max(0, most):
             return ActivationPlan(

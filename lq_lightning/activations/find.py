@@ -200,11 +200,10 @@ class _Finder:
             self.functions.append(Found(module, site))
 
     def _is_unknown(self, module: nn.Module) -> bool:
-        if isinstance(module, _HARMLESS) or _LOSS_NAME.search(type(module).__name__):
+        if isinstance(module, (*_HARMLESS, nn.MultiheadAttention)):
             return False
-        if any(cls.__name__ == "Metric" for cls in type(module).__mro__):  # torchmetrics
-            return False
-        if isinstance(module, nn.MultiheadAttention):
+        is_metric = any(cls.__name__ == "Metric" for cls in type(module).__mro__)  # torchmetrics
+        if is_metric or _LOSS_NAME.search(type(module).__name__):
             return False
         leaf = next(module.children(), None) is None
         return leaf or next(module.parameters(recurse=False), None) is not None
@@ -228,7 +227,7 @@ class _Finder:
             elif (
                 self.policy.other is not None
                 and self._is_attention(module)
-                and self._is_innermost(module)
+                and not any(self._is_attention(m) for m in module.modules() if m is not module)
             ):
                 self.add(module, HookSite(name=name, codec=None, kind="attention"))
         for name, module in blocks:
@@ -242,16 +241,11 @@ class _Finder:
             self.recomputed.update(id(m) for m in module.modules())
         return found
 
-    def _is_innermost(self, module: nn.Module) -> bool:
-        return not any(self._is_attention(m) for m in module.modules() if m is not module)
-
     def _is_attention(self, module: nn.Module) -> bool:
         if not _ATTENTION_NAME.search(type(module).__name__):
             return False
-        return any(hasattr(m, "in_features") or self._is_linear(m) for m in module.modules())
-
-    def _is_linear(self, module: nn.Module) -> bool:
-        return isinstance(self.site(module), LinearSite)
+        parts = module.modules()
+        return any(hasattr(m, "in_features") or isinstance(self.site(m), LinearSite) for m in parts)
 
     def _hook(self, name: str, module: nn.Module, kind: SiteKind) -> None:
         codec = self.policy.codec(kind, name)

@@ -16,19 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lq_lightning._compat.float8 import scaled_mm
-from lq_lightning._compat.saved_tensors import (
-    wanted_gradients,
-    with_shape,
-)
+from lq_lightning._compat.saved_tensors import wanted_gradients, with_shape
 from lq_lightning.kernels.activation import (
     OF_POSITIVE_PART,
     activation_backward,
     activation_quantize,
 )
-from lq_lightning.kernels.float8 import (
-    float8_cast,
-    float8_quantize,
-)
+from lq_lightning.kernels.float8 import float8_cast, float8_quantize
 from lq_lightning.kernels.int8 import hadamard_size_of, int8_matmul, int8_quantize
 from lq_lightning.kernels.norm import norm_backward, norm_quantize
 
@@ -313,9 +307,8 @@ def _forward_product(
     """Product with a weight ``[O, K]``, of ``dtype``, and the largest magnitude of the weight."""
     if matmul == "int8_forward":
         size = hadamard_size_of(weight.shape[1])
-        stored = (
-            weight if weight.stride(-1) == 1 else weight.contiguous()
-        )  # Conv1D's is a transposed view
+        # Conv1D's is a transposed view
+        stored = weight if weight.stride(-1) == 1 else weight.contiguous()
         weight_q, weight_scale, _, amax = int8_quantize(stored, size, True, 0)
         _, *terms = operand
         return int8_matmul(*terms[:2], weight_q, weight_scale, terms[2], length, dtype), amax

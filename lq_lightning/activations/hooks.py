@@ -162,9 +162,6 @@ class _Saved:
             )
         return self.tensor
 
-    def is_unchanged(self) -> bool:
-        return self.tensor is not None and version_of(self.tensor) == self.version
-
     def become(self, message: Any, decode: Callable[[Tensor], Tensor] | None) -> None:
         """Replace the tensor by a message."""
         self.message, self.decode, self.tensor = message, decode, None
@@ -209,7 +206,7 @@ class _Packer:
         pending, self._pending = self._pending, []
         storages: dict[tuple[int, torch.dtype], list[_Saved]] = {}
         for saved in pending:
-            if saved.tensor is not None and saved.is_unchanged():
+            if saved.tensor is not None and version_of(saved.tensor) == saved.version:
                 key = storage_key(saved.tensor), saved.tensor.dtype
                 storages.setdefault(key, []).append(saved)
         for group in storages.values():
@@ -278,9 +275,7 @@ class _Packer:
             values = values.as_strided((values.numel(),), (1,), 0) if whole else values.reshape(-1)
             width = _ROW if values.numel() % _ROW == 0 else tensor.shape[-1]
             source = encode_source(values.view(-1, width), self._site.format(width), self._kind)
-        (message,) = source.tensors
-        if message is None:
-            raise AssertionError("a matrix is rebuilt from its message")
+        message: Any = source.tensors[0]
         rows = values.numel() // width
         return message, partial(_decoded, source.codes, rows, tensor.dtype)
 

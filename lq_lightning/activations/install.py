@@ -19,7 +19,7 @@ from .find import Unsupported, find_sites
 from .hooks import pack_around_checkpoint, unpack_around_checkpoint
 from .measure import SavedTensors
 from .parallel import carry_sources, has_layout, stop_carrying
-from .policy import ActivationPolicy, ActivationRule, SiteKind, resolve_policy
+from .policy import ActivationPolicy, ActivationRule, resolve_policy
 from .recompute import install_recomputation, remove_recomputation
 from .report import ActivationReport, make_report, without_sites
 from .sites import (
@@ -34,14 +34,6 @@ from .sites import (
     remove_site,
     site_of,
 )
-
-
-def _kind(module: nn.Module, site: Site) -> SiteKind | None:
-    """Policy field of a site; None for a layer that could be checkpointed but is not."""
-    kind = policy_kind(site)
-    if kind == "checkpoint" and not is_checkpointed(module):
-        return None
-    return kind
 
 
 def _layer(site: Site | None) -> str:
@@ -66,17 +58,25 @@ def check_rules(
     if not policy.rules:
         return
     modules = {name: module for name, module in model.named_modules() if name}
-    kinds = [(site.name, _kind(module, site)) for module, site in sites]
+    kinds = [
+        (site.name, kind)
+        for module, site in sites
+        if (kind := policy_kind(site)) and (kind != "checkpoint" or is_checkpointed(module))
+    ]
     for rule in policy.rules:
         matching = [name for name in modules if fnmatchcase(name, rule.module)]
-        kept = [name for name, kind in kinds if kind and rule.kind in (None, kind)]
+        kept = [name for name, kind in kinds if rule.kind in (None, kind)]
         if not matching:
             raise _no_module(rule, model, list(modules), kept)
         found = any(fnmatchcase(name, rule.module) for name in kept)
         if not found and not rule.recompute and rule.matmul is None:
-            others = [each for each in kinds if each[0] in matching and each[1]]
-            if others:
-                raise _other_kind(rule, *others[0])
+            for name, kind in kinds:
+                if name in matching:
+                    raise ValueError(
+                        f"`ActivationRule(module={rule.module!r}, kind={rule.kind!r})` has no "
+                        f"effect: nothing that it names is of this kind; `{name}` is of "
+                        f"kind={kind!r}."
+                    )
             raise _no_site(rule, matching, modules[matching[0]], kept)
 
 
@@ -89,13 +89,6 @@ def _no_module(
         "Patterns are compared with whole names as in `named_modules()`"
         + (f", such as {_quoted(near)}" if near else "")
         + "; `*` stands for any characters, dots included."
-    )
-
-
-def _other_kind(rule: ActivationRule, name: str, kind: SiteKind | None) -> ValueError:
-    return ValueError(
-        f"`ActivationRule(module={rule.module!r}, kind={rule.kind!r})` has no effect: nothing that "
-        f"it names is of this kind; `{name}` is of kind={kind!r}."
     )
 
 
@@ -117,12 +110,7 @@ def _no_site(
 
 
 class QuantizedActivations:
-    """The quantized activations of a model, until they are removed.
-
-    Args:
-        model: The model.
-        policy: The rules.
-    """
+    """The activations of a model, quantized by the rules of a policy until they are removed."""
 
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
         self.policy = policy

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,14 +76,9 @@ class SavedTensors:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop counting."""
-        self._hooks.__exit__(kind, error, traceback)
+        self._hooks.__exit__(*error)
         self._seen.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -294,9 +288,7 @@ class SavedByForward:
         self._units.pop()
 
     def _enter_site(self, module: nn.Module, args: Any) -> None:
-        site = site_of(module)
-        if site is None:
-            raise AssertionError("hooks are on sites")
+        site: Any = site_of(module)  # hooks are on sites
         name, x = site.name, args[0] if args and isinstance(args[0], Tensor) else None
         if x is not None and isinstance(site, LinearSite):
             name = self._down.get(id(module)) or marked_site(x) or name

@@ -178,11 +178,8 @@ def linear_of_shards(
 
 def replicated(x: Tensor) -> Any:
     """A DTensor of whole values on all ranks; any other tensor itself."""
-    return (
-        x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
-        if isinstance(x, DTensor)
-        else x
-    )
+    whole = isinstance(x, DTensor) and [Replicate()] * x.device_mesh.ndim
+    return x.redistribute(placements=whole) if whole else x
 
 
 def pointwise(function: Callable[..., Any], *tensors: Any) -> Tensor | None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from .algebra import ACTIVATIONS as FORMULAS
 from .algebra import Formula, atom, mean, number, root
 from .functions import NormLayer
-from .sites import DIMS, FunctionSite, Proof, Reads, is_function_without_state, sites_of
+from .sites import DIMS, HOOKS, FunctionSite, Proof, Reads, is_function_without_state, sites_of
 from .trace import NotKnown, Probe, Trace, random_values, reads_same, untouched_generators
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,7 +57,6 @@ _GATED_NAMES = (
     ("w1", "w3", "w2"),  # Meta's own Llama, torchtitan
     ("fc1_g", "fc1_x", "fc2"),  # timm
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _variants() -> Iterator[tuple[torch.dtype, int, bool, bool]]:
@@ -328,7 +327,7 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def _is_unhooked(module: nn.Module) -> bool:
-    return not any(vars(module)[name] for name in _HOOKS) and "forward" not in vars(module)
+    return not any(vars(module)[name] for name in HOOKS) and "forward" not in vars(module)
 
 
 @contextmanager
@@ -533,13 +532,6 @@ def _function_name(function: Callable[..., Any]) -> str:
         return ""
     try:
         with _apart():
-            return match_activation(partial(_run, function))
+            return match_activation(lambda trace, x, **mode: trace.run(function, x))
     except NotKnown:
         return ""
-
-
-def _run(
-    function: Callable[[Tensor], Any], trace: Trace, x: Tensor, *, training: bool
-) -> tuple[Tensor, Any]:
-    del training  # a function has no mode
-    return trace.run(function, x)

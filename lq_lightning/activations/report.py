@@ -27,7 +27,6 @@ from .sites import (
     NormSite,
     Site,
     is_checkpointed,
-    policy_kind,
 )
 from .sources import MatrixCodes, Source, attach
 
@@ -243,8 +242,7 @@ def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Grou
     known: dict[Any, tuple[float, float]] = {}
     for part in found:
         kind, (width, encoded) = _kind(part.site), _widths(part.module, part.site)
-        unused = policy_kind(part.site) == "checkpoint" and not is_checkpointed(part.module)
-        if kind is None or unused:
+        if kind is None or (kind == "checkpoint" and not is_checkpointed(part.module)):
             continue
         format, bits = _format(part.site.codec, encoded)
         group = groups.setdefault((kind, format, bits), _Group())

@@ -52,9 +52,8 @@ class Sides:
         """Return which values are inside, as booleans."""
         if self.closed:
             return (values >= self.low) & (values <= self.high)
-        return ~(
-            (values <= self.low) | (values >= self.high)
-        )  # NaN counts as inside, as in ReLU's backward
+        # NaN counts as inside, as in ReLU's backward
+        return ~((values <= self.low) | (values >= self.high))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +148,13 @@ _PRODUCTS = {
 }
 # The derivative is a smooth function of these inputs. Functions that save their result (tanh,
 # sigmoid) are not listed: the derivative vanishes where the result is rounded to one.
+_SELF = (_Slot("self", 0),)
 _SMOOTH = {
-    "GeluBackward0": (_Slot("self", 0),),
-    "SiluBackward0": (_Slot("self", 0),),
-    "MishBackward0": (_Slot("self", 0),),
-    "SoftplusBackward0": (_Slot("self", 0),),
+    **dict.fromkeys(("ErfBackward0", "GeluBackward0", "GluBackward0", "HardswishBackward0"), _SELF),
+    **dict.fromkeys(("MishBackward0", "SiluBackward0", "SoftplusBackward0"), _SELF),
     "EluBackward0": (
         _Slot("self_or_result", 0, allows=lambda node: not saved_value(node, "is_result")),
     ),
-    "HardswishBackward0": (_Slot("self", 0),),
-    "GluBackward0": (_Slot("self", 0),),
-    "ErfBackward0": (_Slot("self", 0),),
 }
 _CLAMP = _Slot("self", 0, sides=_clamp, allows=_has_numbers)
 # Kept as one bit per value, which gives the exact derivative.
@@ -167,12 +162,8 @@ _PIECEWISE = {
     "ReluBackward0": (_Slot("result", 0, sides=lambda node: Sides(0.0, _INF, 1.0, 0.0)),),
     "LeakyReluBackward0": (_Slot("self", 0, sides=lambda node: Sides(0.0, _INF, 1.0, -1.0)),),
     "HardtanhBackward0": (_Slot("self", 0, sides=_hardtanh, allows=_has_numbers),),
-    "ClampBackward0": (_CLAMP,),  # either overload, by version of torch
-    "ClampBackward1": (_CLAMP,),
-    "ClampMinBackward0": (_CLAMP,),
-    "ClampMinBackward1": (_CLAMP,),
-    "ClampMaxBackward0": (_CLAMP,),
-    "ClampMaxBackward1": (_CLAMP,),
+    # either overload, by version of torch
+    **{f"Clamp{end}Backward{n}": (_CLAMP,) for end in ("", "Min", "Max") for n in (0, 1)},
 }
 
 
@@ -200,12 +191,8 @@ _NORMS = {
 # Backward reads only the shape; max pooling saves indices separately.
 _SHAPES = {
     "IndexAddBackward0": (_Slot("source", 1),),
-    "MaxPool2DWithIndicesBackward0": (_Slot("self", 0),),
-    "MaxPool3DWithIndicesBackward0": (_Slot("self", 0),),
-    "AvgPool2DBackward0": (_Slot("self", 0),),
-    "AvgPool3DBackward0": (_Slot("self", 0),),
-    "AdaptiveAvgPool2DBackward0": (_Slot("self", 0),),
-    "AdaptiveAvgPool3DBackward0": (_Slot("self", 0),),
+    **{f"MaxPool{n}DWithIndicesBackward0": _SELF for n in (2, 3)},
+    **{f"{kind}Pool{n}DBackward0": _SELF for kind in ("Avg", "AdaptiveAvg") for n in (2, 3)},
 }
 _SLOTS = {**_PRODUCTS, **_SMOOTH, **_PIECEWISE, **_NORMS, **_SHAPES}
 # Their outputs may hold -inf or the smallest representable number, beside which all other values of
@@ -323,10 +310,6 @@ _MATRIX_PRODUCTS = """
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_fused_attention_overrideable
 """
-# These read only a tensor's shape.
-_LIKES = """
-    full_like new_full new_ones new_zeros ones_like rand_like randn_like zeros_like
-"""
 # These overwrite all values with random ones.
 _RANDOM = "exponential normal uniform"
 _CONTINUOUS = frozenset(
@@ -334,6 +317,8 @@ _CONTINUOUS = frozenset(
 )
 # Operators of other libraries: our codes, which are only saved, and collectives.
 _LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
+# These read only a tensor's shape.
+_LIKES = "full_like new_full new_ones new_zeros ones_like rand_like randn_like zeros_like"
 _LIKE = frozenset(_LIKES.split())
 _EMPTY = ("empty", "new_empty")  # prefixes of names
 _TO_PYTHON = {  # read values without an operator
@@ -355,9 +340,8 @@ class _Operators(OperatorMode):
 
     def __init__(self, tensors: Iterable[Tensor], note: Callable[[str], None]) -> None:
         super().__init__()
-        self._followed: dict[
-            int, Any
-        ] = {}  # storages; references keep their addresses from being reused
+        # storages; references keep their addresses from being reused
+        self._followed: dict[int, Any] = {}
         self._note = note
         for tensor in tensors:
             self.follow(tensor)

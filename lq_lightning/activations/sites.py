@@ -53,6 +53,7 @@ from .sources import (
 )
 
 DIMS = (2, 3, 4, 5)  # numbers of dimensions for which recognition proves a site
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SITE = "_lq_site"
 _FUNCTION = "_lq_function"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -223,12 +224,7 @@ class _Kept:
                 return False
         if type(module).forward is not self.forward:
             return False
-        return not self.replaced or not (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        )
+        return not (self.replaced and any(own[name] for name in HOOKS))
 
 
 @dataclass(slots=True)
