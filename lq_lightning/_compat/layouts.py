@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,25 +26,15 @@ _PRE, _POST = "_forward_pre_hooks", "_forward_hooks"
 Moves = Mapping[int | str, tuple[Placement | None, Placement | None]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutHook:
-    """A hook by which a style places the arguments or the result of a module.
+class LayoutHook(NamedTuple):
+    """A hook by which a style places the arguments or the result of a module."""
 
-    Attributes:
-        registry: the module's dictionary that holds it.
-        key: its key there.
-        hook: the hook itself.
-        before: whether it runs before forward.
-        mesh: mesh of the DTensors that it makes.
-        moves: what it does to which argument; it changes no value, and no other argument.
-    """
-
-    registry: dict[int, Callable[..., Any]]
-    key: int
+    registry: dict[int, Callable[..., Any]]  # of the module, that holds it
+    key: int  # there
     hook: Callable[..., Any]
-    before: bool
-    mesh: DeviceMesh
-    moves: Moves
+    before: bool  # whether it runs before forward
+    mesh: DeviceMesh  # of the DTensors that it makes
+    moves: Moves  # it changes no value, and no other argument
 
 
 def layout_hooks(module: nn.Module) -> Iterator[LayoutHook]:
@@ -55,15 +44,7 @@ def layout_hooks(module: nn.Module) -> Iterator[LayoutHook]:
         for key, hook in list(registry.items()):
             known = _read(hook, name == _PRE)
             if known is not None:
-                mesh, moves = known
-                yield LayoutHook(
-                    registry=registry,
-                    key=key,
-                    hook=hook,
-                    before=name == _PRE,
-                    mesh=mesh,
-                    moves=moves,
-                )
+                yield LayoutHook(registry, key, hook, name == _PRE, *known)
 
 
 def replace_hook(known: LayoutHook, hook: Callable[..., Any]) -> None:

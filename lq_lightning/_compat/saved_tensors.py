@@ -88,11 +88,6 @@ def hooks_are_free() -> bool:
     return allowed and outer_hooks() is None
 
 
-def in_backward() -> bool:
-    """Return whether a backward pass runs in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def checkpoint_region() -> Callable[[Tensor], Any] | None:
     """Return the pack hook of the checkpointed region that runs now, for the first or second time.
 
@@ -203,7 +198,8 @@ def hasten_casts(output: Tensor) -> None:
     other nodes of most of them, so that the gradients of all casts would pile up until the end.
     """
     for node in graph_nodes(output):
-        if type(node).__name__ == "ToCopyBackward0" and _accumulates(node.next_functions[0][0]):
+        is_cast = type(node).__name__ == "ToCopyBackward0"
+        if is_cast and type(node.next_functions[0][0]).__name__ == "AccumulateGrad":
             node._set_sequence_nr(_AT_ONCE)
 
 
@@ -256,10 +252,6 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
         slots = (n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ()))
         parts = {name: getattr(value, name, None) for name in slots}
         yield from _tensors_in(parts | getattr(value, "__dict__", {}), depth - 1)
-
-
-def _accumulates(node: Any) -> bool:
-    return type(node).__name__ == "AccumulateGrad"
 
 
 def is_owned_by_graph(node: Any) -> bool:

@@ -57,19 +57,12 @@ def is_shard(placement: Placement, dim: int | None = None) -> bool:
 
 
 class RowPieces(NamedTuple):
-    """How ranks cut the rows of a tensor: its dimension 0 apart, all others flattened.
+    """How ranks cut the rows of a tensor: its dimension 0 apart, all others flattened."""
 
-    Attributes:
-        number: Pieces of a row; 1 unless a dimension other than 0 is sharded.
-        own: Which of them this rank has.
-        length: Elements of a piece, of the longest one if it is cut unevenly.
-        dim: Last dimension that is cut; 0 if none is.
-    """
-
-    number: int
-    own: int
-    length: int
-    dim: int
+    number: int  # pieces of a row; 1 unless a dimension other than 0 is sharded
+    own: int  # which of them this rank has
+    length: int  # elements of a piece, of the longest one if it is cut unevenly
+    dim: int  # the last that is cut; 0 if none is
 
 
 def row_pieces(tensor: Tensor) -> RowPieces:

@@ -52,23 +52,14 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """A choice for all activations.
+    """A choice for all activations."""
 
-    Attributes:
-        codecs: codec by site; others keep full precision.
-        recomputed: modules that keep only their inputs.
-        kept_nbytes: bytes kept from forward to backward.
-        transient_nbytes: additional bytes while the largest recomputed module runs again.
-        mean_squared_error: relative error of the gradients of all sites; 0 where nothing is coded.
-        time_s: additional seconds per step; codes that save time do not count.
-    """
-
-    codecs: Mapping[str, str]
-    recomputed: tuple[str, ...]
-    kept_nbytes: int
-    transient_nbytes: int
-    mean_squared_error: float
-    time_s: float
+    codecs: Mapping[str, str]  # by site; others keep full precision
+    recomputed: tuple[str, ...]  # modules that keep only their inputs
+    kept_nbytes: int  # from forward to backward
+    transient_nbytes: int  # in addition, while the largest recomputed module runs again
+    mean_squared_error: float  # relative, of the gradients of all sites; 0 where nothing is coded
+    time_s: float  # additional seconds per step; codes that save time do not count
 
     @property
     def nbytes(self) -> int:

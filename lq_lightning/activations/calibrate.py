@@ -178,17 +178,11 @@ def _own_norm(module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> Callab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherMemory:
-    """Memory of one device besides saved activations.
+    """Memory of one device besides saved activations."""
 
-    Attributes:
-        nbytes: bytes needed beside the peak of saved activations.
-        at_loss_nbytes: additional bytes, beside all that is kept, while the loss is computed.
-        after_backward_nbytes: bytes needed once activations are freed and all gradients exist.
-    """
-
-    nbytes: int = 0
-    at_loss_nbytes: int = 0
-    after_backward_nbytes: int = 0
+    nbytes: int = 0  # beside the peak of saved activations
+    at_loss_nbytes: int = 0  # in addition, beside all that is kept, while the loss is computed
+    after_backward_nbytes: int = 0  # once activations are freed and all gradients exist
 
 
 def _local_nbytes(tensor: Tensor) -> int:

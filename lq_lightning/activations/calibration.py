@@ -14,18 +14,14 @@ from lq_lightning.foundation.nested import from_plain
 class CodecMeasurement:
     """One codec at one site.
 
-    Attributes:
-        codec: a name in ``lq_lightning.activations.policy.CODECS``.
-        nbytes: bytes kept for one forward pass, statistics and scales included.
-        time_s: seconds per step more than keeping takes; negative if it takes less.
-        errors: relative L2 error of each gradient that the code changes, given the same incoming
-            gradient: ``"input"``, ``"weight"``, ``"bias"``, ``"gate"``, ``"up"``, and by name the
-            weights of linear layers that read the site's output.
+    ``errors`` has the relative L2 error of each gradient that the code changes, given the same
+    incoming gradient: ``"input"``, ``"weight"``, ``"bias"``, ``"gate"``, ``"up"``, and by name the
+    weights of linear layers that read the site's output.
     """
 
-    codec: str
-    nbytes: int
-    time_s: float
+    codec: str  # a name in `policy.CODECS`
+    nbytes: int  # kept for one forward pass, statistics and scales included
+    time_s: float  # seconds per step more than keeping takes; negative if it takes less
     errors: Mapping[str, float]
 
     @property
@@ -38,21 +34,15 @@ class CodecMeasurement:
 class SiteCalibration:
     """One module whose saved activations may become codes.
 
-    Attributes:
-        name: name in the model.
-        kind: field of ``ActivationPolicy``.
-        rows: rows of its input in one forward pass (tokens), of ``numel`` values.
-        numel: values of a row.
-        kept_nbytes: bytes that full precision keeps and a code here alone would replace.
-        codecs: the candidates; none if a code would change nothing, as in a module that others
-            checkpoint.
+    ``codecs`` are the candidates; none if a code would change nothing, as in a module that others
+    checkpoint.
     """
 
-    name: str
-    kind: str
-    rows: int
-    numel: int
-    kept_nbytes: int
+    name: str  # in the model
+    kind: str  # field of `ActivationPolicy`
+    rows: int  # of its input in one forward pass (tokens)
+    numel: int  # values of a row
+    kept_nbytes: int  # in full precision, that a code here alone would replace
     codecs: tuple[CodecMeasurement, ...]
 
     def measurement(self, codec: str) -> CodecMeasurement:
@@ -74,17 +64,11 @@ class UnitCalibration:
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """One reason to keep a tensor.
+    """One reason to keep a tensor."""
 
-    Attributes:
-        site: the reason ends if this site keeps a code; empty for no site.
-        inside: the reason ends if one of these modules is recomputed; outermost first.
-        input_of: the reason exists only if this module is recomputed; empty otherwise.
-    """
-
-    site: str
-    inside: tuple[str, ...]
-    input_of: str = ""
+    site: str  # ends it if this site keeps a code; empty for no site
+    inside: tuple[str, ...]  # ends it if one of these modules is recomputed; outermost first
+    input_of: str = ""  # it exists only if this module is recomputed; empty otherwise
 
     def holds(self, coded: Collection[str], recomputed: Collection[str]) -> bool:
         """Return whether the reason exists with these coded sites and recomputed modules."""

@@ -62,19 +62,14 @@ def _refuse_second_derivative(name: str) -> None:
 class NormLayer:
     """The arithmetic of a normalization layer.
 
-    Attributes:
-        kind: ``"layer"``, ``"rms"``, ``"rms_cast"`` (rounds before the weight, as Hugging Face's
-            Llama does) or ``"rms_offset"`` (multiplies with ``1 + weight``, as Gemma does).
-        eps: term under the root.
-        output: dtype of the output: the ``"input"``'s, or ``"promoted"`` with the weight's.
-        functional: whether it calls ``torch.nn.functional``, which CUDA's autocast runs in fp32,
-            with an fp32 result.
+    ``kind`` is ``"layer"``, ``"rms"``, ``"rms_cast"`` (rounds before the weight, as Hugging Face's
+    Llama does) or ``"rms_offset"`` (multiplies with ``1 + weight``, as Gemma does).
     """
 
     kind: str
-    eps: float
-    output: str
-    functional: bool
+    eps: float  # under the root
+    output: str  # its dtype: the "input"'s, or "promoted" with the weight's
+    functional: bool  # `torch.nn.functional`, which CUDA's autocast runs in fp32, result included
 
 
 class _QuantizedNorm(torch.autograd.Function):

@@ -240,23 +240,20 @@ class SavedByForward:
         self, model: nn.Module, run: Callable[[], Tensor], units: Mapping[str, nn.Module]
     ) -> None:
         with ExitStack() as hooks:
+            add = hooks.enter_context
             for module in model.modules():
                 self._constant(module)
                 # FSDP2 swaps in other parameters while a module runs
                 if next(module.parameters(recurse=False), None) is not None:
-                    hooks.enter_context(
-                        module.register_forward_pre_hook(lambda m, _: self._constant(m))
-                    )
+                    add(module.register_forward_pre_hook(lambda m, _: self._constant(m)))
             for unit in units.values():
-                enter = unit.register_forward_pre_hook(self._enter_unit, with_kwargs=True)
-                hooks.enter_context(enter)
-                hooks.enter_context(unit.register_forward_hook(self._leave_unit))
+                add(unit.register_forward_pre_hook(self._enter_unit, with_kwargs=True))
+                add(unit.register_forward_hook(self._leave_unit))
             for module in filter(measured_site, model.modules()):
-                hooks.enter_context(module.register_forward_pre_hook(self._enter_site))
+                add(module.register_forward_pre_hook(self._enter_site))
                 # before hooks that place the output
-                leave = module.register_forward_hook(self._leave_site, prepend=True)
-                hooks.enter_context(leave)
-            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse))
+                add(module.register_forward_hook(self._leave_site, prepend=True))
+            add(torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse))
             run()
 
     def _constant(self, module: nn.Module) -> None:

@@ -51,13 +51,13 @@ from lq_lightning._compat.modules import unwrap_call, wrap_call
 from lq_lightning._compat.saved_tensors import (
     has_storage,
     hooks_are_free,
-    in_backward,
     is_freed,
     shows_its_memory,
     storage_key,
     storage_reference,
     version_now,
 )
+from lq_lightning._compat.torch import backward_id
 from lq_lightning.foundation import streams
 from lq_lightning.foundation.nested import tensors_in
 
@@ -267,7 +267,7 @@ class Offload:
         has_units = any(isinstance(each, FSDPModule) for each in inside)
 
         def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not self.enabled or not torch.is_grad_enabled() or in_backward():
+            if not self.enabled or not torch.is_grad_enabled() or backward_id() != -1:
                 return run(*args, **kwargs)
             if not hooks_are_free():  # a checkpointed region, which drops all, or others'
                 if self._group is None:

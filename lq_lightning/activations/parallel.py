@@ -178,8 +178,9 @@ def linear_of_shards(
 
 def replicated(x: Tensor) -> Any:
     """A DTensor of whole values on all ranks; any other tensor itself."""
-    whole = isinstance(x, DTensor) and [Replicate()] * x.device_mesh.ndim
-    return x.redistribute(placements=whole) if whole else x
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
 def pointwise(function: Callable[..., Any], *tensors: Any) -> Tensor | None:
@@ -211,22 +212,13 @@ def local_gradient(gradient: Tensor, placed: list[Placement] | None) -> Tensor:
 
 @dataclass(frozen=True)
 class GatheredCodes(Codes):
-    """A tensor whose rows lie on the ranks of a group; tensors: those of the own rows.
+    """A tensor whose rows lie on the ranks of a group; tensors: those of the own rows."""
 
-    Attributes:
-        own: codes of each rank's rows.
-        group: name of the process group, in whose order the rows lie.
-        size: number of its ranks.
-        dim: dimension of the tensor that is sharded; -1: its rows, the last of which may be
-            padding.
-        outer: product of the sizes before ``dim``.
-    """
-
-    own: Codes
-    group: str
-    size: int
-    dim: int
-    outer: int = 1
+    own: Codes  # of each rank's rows
+    group: str  # name of the process group, in whose order the rows lie
+    size: int  # number of its ranks
+    dim: int  # of the tensor, that is sharded; -1: its rows, the last of which may be padding
+    outer: int = 1  # product of the sizes before `dim`
 
     @override
     def of(self, shape: torch.Size) -> Codes:

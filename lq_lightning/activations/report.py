@@ -51,24 +51,17 @@ class ReportRow:
     """One kind of module: ``"norm"``, ``"MLP"``, ``"activation"``, ``"linear"``, ``"attention"``,
     ``"checkpoint"``, ``"other"``, or the name of a class.
 
-    Attributes:
-        kind: the kind.
-        count: number of modules.
-        before: bytes that they saved: per token, or in all where it was measured. None if it cannot
-            be told without running the model.
-        after: bytes that they save now.
-        format: format of their codes, ``"-"`` if they make none.
-        bits: bits per value of a code, with scales.
-        note: exceptions, and why.
+    ``before`` and ``after`` are bytes that the modules saved, and save now: per token, or in all
+    where it was measured. None if it cannot be told without running the model.
     """
 
     kind: str
-    count: int
+    count: int  # of modules
     before: float | None
     after: float | None
-    format: str
-    bits: float | None
-    note: str
+    format: str  # of their codes, "-" if they make none
+    bits: float | None  # per value of a code, with scales
+    note: str  # exceptions, and why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,23 +83,17 @@ Use = Sides | Normalized | None
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A tensor that an operator saves.
+    """A tensor that an operator saves."""
 
-    Attributes:
-        name: name in torch's ``derivatives.yaml``.
-        operand: its place among the operands that have a gradient; leads to its producer.
-        sides: for a function whose derivative is constant on each side of a bound.
-        stats: for a norm: where it saved the mean, if it takes one, and one over the deviation.
-        spread: for a norm: shapes a statistic so that it is broadcast with the input.
-        allows: a further condition on the node.
-    """
-
-    name: str
-    operand: int
+    name: str  # in torch's `derivatives.yaml`
+    operand: int  # its place among the operands that have a gradient; leads to its producer
+    # For a function whose derivative is constant on each side of a bound.
     sides: Callable[[Node], Sides] | None = None
+    # For a norm: where it saved the mean, if it takes one, and one over the deviation; and what
+    # shapes a statistic so that it is broadcast with the input.
     stats: tuple[str, ...] = ()
     spread: Callable[[Tensor, Tensor], Tensor] = lambda stat, x: stat
-    allows: Callable[[Node], bool] = lambda node: True
+    allows: Callable[[Node], bool] = lambda node: True  # a further condition
 
 
 _INF = float("inf")

@@ -170,23 +170,14 @@ def module_at(module: nn.Module, path: Path) -> nn.Module | None:
 
 @dataclass(slots=True)
 class _Kept:
-    """Attributes that were read from a module.
-
-    Attributes:
-        module: the module.
-        forward: forward of its class.
-        values: attributes by name.
-        modules: submodules that do not run and do not have to be called.
-        settings: objects and their attributes.
-        replaced: whether its forward is not run, so that it must have no hooks.
-    """
+    """Attributes that were read from a module."""
 
     module: nn.Module
-    forward: Callable[..., Any]
-    values: tuple[tuple[str, Any], ...]
-    modules: tuple[tuple[str, Any], ...]
-    settings: tuple[tuple[Any, dict[str, Any]], ...]
-    replaced: bool
+    forward: Callable[..., Any]  # of its class
+    values: tuple[tuple[str, Any], ...]  # by name
+    modules: tuple[tuple[str, Any], ...]  # inside, that do not run and do not have to be called
+    settings: tuple[tuple[Any, dict[str, Any]], ...]  # objects and their attributes
+    replaced: bool  # whether its forward is not run, so that it must have no hooks
 
     @classmethod
     def of(cls, top: nn.Module, path: Path, names: list[str], projections: Any) -> _Kept:
@@ -229,13 +220,9 @@ class _Kept:
 
 @dataclass(slots=True)
 class Proof(Attached):
-    """Why a site computes what its module does, as long as the module stays as it was.
+    """Why a site computes what its module does, as long as the module stays as it was."""
 
-    Attributes:
-        kept: attributes read from the module and from its submodules that do not run.
-    """
-
-    kept: tuple[_Kept, ...] = field(default=())
+    kept: tuple[_Kept, ...] = ()  # read from the module and from its submodules that do not run
 
     @classmethod
     def of(cls, module: nn.Module, reads: Reads, projections: Any = ()) -> Proof:
@@ -274,28 +261,20 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 class Site(Attached):
     """A module and how it keeps its activations.
 
-    Attributes:
-        name: name of the module in the model.
-        codec: codec before it is fitted to a row; None for no code of its own. May be exchanged
-            between steps.
-        formats: formats of codes by codec and length of a row.
-        previous: the forward that the instance had of its own, to be put back.
-        enabled: False lets the module compute as without the site.
-        removed: True once it is disabled for good, while something may still call its forward.
-        proof: why it computes what the module does; None if it runs the module's own forward.
-        doubted: whether a warning said that the proof no longer holds.
-        watched: whether the bits of an output have been watched for writes that autograd misses.
+    ``codec`` is not fitted to a row yet; None for no code of its own. May be exchanged between
+    steps.
     """
 
-    name: str
+    name: str  # of the module in the model
     codec: CodecSpec | None
+    # by codec and length of a row
     formats: dict[tuple[CodecSpec, int], str] = field(default_factory=dict)
-    previous: Callable[..., Any] | None = None
-    enabled: bool = True
-    removed: bool = False
-    proof: Proof | None = None
-    doubted: bool = False
-    watched: bool = False
+    previous: Callable[..., Any] | None = None  # the instance's own forward, to be put back
+    enabled: bool = True  # False lets the module compute as without the site
+    removed: bool = False  # disabled for good, while something may still call its forward
+    proof: Proof | None = None  # None if it runs the module's own forward
+    doubted: bool = False  # whether a warning said that the proof no longer holds
+    watched: bool = False  # whether an output's bits were, for writes that autograd misses
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute what the module does, keeping codes where that is wanted and possible."""
@@ -372,21 +351,13 @@ class Site(Attached):
 
 @dataclass(kw_only=True, slots=True)
 class NormSite(Site):
-    """A normalization layer.
-
-    Attributes:
-        layer: its arithmetic.
-        size: values in a row.
-        weight: name of its weight, None if it has none.
-        bias: name of its bias, None if it has none.
-        amax: whether FP8 products follow.
-    """
+    """A normalization layer."""
 
     layer: NormLayer
-    size: int
-    weight: str | None
+    size: int  # values in a row
+    weight: str | None  # names, None if it has none
     bias: str | None
-    amax: bool
+    amax: bool  # whether FP8 products follow
 
     @override
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -438,13 +409,9 @@ class ActivationSite(Site):
 
 @dataclass(kw_only=True, slots=True)
 class FunctionSite(ActivationSite):
-    """A module with an activation function as an attribute that is not a module.
+    """A module with an activation function as an attribute that is not a module."""
 
-    Attributes:
-        attribute: its name; ``previous`` is its value.
-    """
-
-    attribute: str
+    attribute: str  # its name; `previous` is its value
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the function."""
@@ -452,29 +419,23 @@ class FunctionSite(ActivationSite):
         y = self.activated(x) if self.encodes(x) and _needs_gradient(x) else None
         if y is not None:
             return y
-        if self.previous is None:
-            raise AssertionError("the function that a site took the place of")
-        return self.previous(*args, **kwargs)
+        previous: Any = self.previous
+        return previous(*args, **kwargs)
 
 
 @dataclass(kw_only=True, slots=True)
 class MLPSite(Site):
     """An MLP: ``down(act(up(x)))``, or gated: ``down(act(gate(x)) * up(x))``.
 
-    Attributes:
-        activation: name of the function.
-        gate: submodule whose output the function takes.
-        up: submodule that makes the other factor, None if there is none; if it is ``gate``, that
-            one makes both, as halves of its last dimension, the gate first.
-        down: output projection.
-        amax: whether FP8 products follow.
+    If ``up`` is ``gate``, that one makes both factors, as halves of its last dimension, the gate
+    first.
     """
 
     activation: str
-    gate: str
-    up: str | None
-    down: str
-    amax: bool
+    gate: str  # submodule whose output the function takes
+    up: str | None  # submodule that makes the other factor, None if there is none
+    down: str  # output projection
+    amax: bool  # whether FP8 products follow
 
     @override
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -522,17 +483,11 @@ def _linear(
 
 @dataclass(kw_only=True, slots=True)
 class LinearSite(Site):
-    """A linear layer.
+    """A linear layer."""
 
-    Attributes:
-        transposed: whether its weight is ``[K, O]`` (``Conv1D`` of GPT-2).
-        matmul: precision of its products.
-        native: why they are not in FP8 though the policy asks for it; empty if they are.
-    """
-
-    transposed: bool
-    matmul: Matmul
-    native: str
+    transposed: bool  # whether its weight is [K, O] (`Conv1D` of GPT-2)
+    matmul: Matmul  # precision of its products
+    native: str  # why they are not in FP8 though the policy asks for it; empty if they are
 
     @override
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -630,13 +585,9 @@ def _hooked(module: nn.Module, site: HookSite, *args: Any, **kwargs: Any) -> Any
 
 @dataclass(kw_only=True, slots=True)
 class MultiheadSite(HookSite):
-    """``nn.MultiheadAttention``, whose query, key and value projection is not a module.
+    """``nn.MultiheadAttention``, whose query, key and value projection is not a module."""
 
-    Attributes:
-        matmul: precision of the products of that projection.
-    """
-
-    matmul: Matmul
+    matmul: Matmul  # precision of the products of that projection
 
     @override
     def forward(

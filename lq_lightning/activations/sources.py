@@ -51,16 +51,11 @@ class Codes:
     """Constants of a source; with its saved tensors they give the value back.
 
     The number of rows is not among them: a graph that is compiled for any batch does not know it.
-
-    Attributes:
-        numel: values in a row.
-        format: ``MessageFormat`` of the messages among the tensors, as a string.
-        per_row: number of leading tensors that are of rows; others are the same for all rows.
     """
 
-    numel: int
-    format: str
-    per_row: ClassVar[int] = 1
+    numel: int  # values in a row
+    format: str  # `MessageFormat` of the messages among the tensors
+    per_row: ClassVar[int] = 1  # leading tensors that are of rows; others are those of all rows
 
     def of(self, shape: torch.Size) -> Codes:
         """Return the codes of a tensor of this shape."""
@@ -127,9 +122,7 @@ class MatrixCodes(Codes):
 
     @override
     def rebuild(self, tensors: Tensors, rows: int, dtype: torch.dtype) -> Tensor:
-        (message,) = tensors
-        if message is None:
-            raise AssertionError("a matrix is rebuilt from its message")
+        message: Any = tensors[0]
         _, numel = matrix_shape(parse_format(self.format), rows, self.numel)
         y: Tensor = dequantize(message.unsqueeze(0), numel, self.format, 1.0, dtype)
         return y.view(rows, self.numel)
@@ -180,29 +173,20 @@ class Source:
     A linear layer that finds one saves the source's tensors, which the producer saves anyway,
     instead of its input. A source lives as long as the output that it is attached to, and holds
     codes only: it does not keep that output alive.
-
-    Attributes:
-        codes: constants of the rebuild.
-        tensors: messages and statistics, without gradients.
-        amax: fp32 ``[1]``, the largest magnitude of the tensor; ``[0]`` if it was not asked for.
-        version: version of the tensor, so that a later in-place change is noticed.
-        shared: the rebuilt tensor in the backward of eager code; None in a trace.
-        region: the checkpointed region that made the tensor; None outside of any.
-        operands: by precision of forward products: the length of sequences in INT8, and the tensor
-            as quantized operand, once a layer has made it for the others of the same forward.
-        bits: site that made the tensor, and checksum of the tensor, in the site's first call.
-        gathered: source of the whole tensor, if this is one of its shards and some layer reads it.
     """
 
     codes: Codes
-    tensors: Tensors
-    amax: Tensor
-    version: int = 0
-    shared: Shared | None = None
+    tensors: Tensors  # messages and statistics, without gradients
+    amax: Tensor  # fp32 [1], the largest magnitude of the tensor; [0] if it was not asked for
+    version: int = 0  # of the tensor, so that a later in-place change is noticed
+    shared: Shared | None = None  # the rebuilt tensor in eager backward; None in a trace
+    # The checkpointed region that made the tensor; None outside of any.
     region: ref[Callable[[Tensor], Any]] | None = None
+    # By precision of forward products: the length of sequences in INT8, and the tensor as quantized
+    # operand, once a layer has made it for the others of the same forward.
     operands: dict[str, tuple[int, tuple[Tensor, ...]]] = field(default_factory=dict)
-    bits: tuple[str, int] | None = None
-    gathered: Source | None = None
+    bits: tuple[str, int] | None = None  # in the first call of the site: its name, and a checksum
+    gathered: Source | None = None  # of the whole tensor, if some layer reads that of this shard
 
 
 def attach(tensor: Tensor, source: Source) -> None:

@@ -190,15 +190,7 @@ class _Operators(OperatorMode):
 
 
 class Trace:
-    """One run.
-
-    ``knows_width`` says whether every input has the last dimension of this run's input.
-
-    Attributes:
-        functional: whether one of the functions of torch in ``norms`` was called.
-        calls: argument, a leaf, and its copy, the result, of each stand-in for a projection.
-        paused: whether code other than the module's is running.
-    """
+    """One run. ``knows_width`` says whether every input has the last dimension of this one's."""
 
     def __init__(
         self,
@@ -212,8 +204,9 @@ class Trace:
         self.norms = norms
         self.knows_width = knows_width
         self.autocast = autocast
-        self.paused = False
-        self.functional = False
+        self.paused = False  # while code other than the module's is running
+        self.functional = False  # whether one of the functions of torch in `norms` was called
+        # argument, a leaf, and its copy, the result, of each stand-in for a projection
         self.calls: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._refused = ""
         self._formulas: dict[tuple[Any, ...], tuple[Formula, int]] = {}
@@ -407,11 +400,7 @@ class Probe:
     """A stand-in for a module and its submodules, which have no parameters.
 
     ``widths`` are the output widths of its projections; None means the width of the input.
-
-    Attributes:
-        trace: trace of the current run.
-        parameters: parameters of the stand-in, by name; may be replaced between runs.
-        reads: attributes that its code has read in all runs.
+    ``parameters``, by name, may be replaced between runs.
     """
 
     def __init__(
@@ -420,8 +409,8 @@ class Probe:
         parameters: dict[str, Any] | None = None,
         widths: dict[str, int | None] | None = None,
     ) -> None:
-        self.trace: Trace
-        self.reads: Reads = {}
+        self.trace: Trace  # of the current run
+        self.reads: Reads = {}  # what its code has read in all runs
         self.parameters = {} if parameters is None else parameters
         self._widths = widths or {}
         self._paths: dict[int, tuple[Path, nn.Module]] = {}

@@ -211,8 +211,7 @@ class ActivationQuantization(Callback):
         offload: float | str | None = None,
     ) -> None:
         super().__init__()
-        self.given: dict[str, Any] = {"recipe": recipe, "budget": budget, "adapt": adapt}
-        self.given["offload"] = offload
+        self.given = {"recipe": recipe, "budget": budget, "adapt": adapt, "offload": offload}
         self._policy = resolve_policy(recipe)
         self._recipe = recipe if isinstance(recipe, str) else type(recipe).__name__
         if budget is not None:

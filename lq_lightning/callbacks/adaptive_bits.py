@@ -57,15 +57,6 @@ def _check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) ->
         )
 
 
-def _check_optimizers(callback: Callback, trainer: pl.Trainer) -> None:
-    if len(trainer.optimizers) != 1:
-        raise ValueError(
-            f"`{type(callback).__name__}` steps its gates when the optimizer of the model does, "
-            f"but `configure_optimizers` returns {len(trainer.optimizers)}: use one optimizer, "
-            "with parameter groups if parts need other options."
-        )
-
-
 def _warn_if_missed(callback: Callback, optimizer: GateOptimizer) -> None:
     config = optimizer.config
     if optimizer.mean > config.target + TOLERANCE:
@@ -246,9 +237,8 @@ class AdaptiveBits(Callback):
         before, state = self._trained_on(module), self._restored
         if state is None and before is not None:
             state = before.state_dict()
-            state["gates"] = boundaries.gather(
-                state["gates"]
-            )  # after an error each rank has only its own
+            # after an error each rank has only its own
+            state["gates"] = boundaries.gather(state["gates"])
         pipeline = PipelineGates(self.config, boundaries, state)
         self.optimizer, self._placement = pipeline.optimizer, pipeline.placement
         self._model = weakref.ref(module)
@@ -275,7 +265,12 @@ class AdaptiveBits(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_optimizers(self, trainer)
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"`{type(self).__name__}` steps its gates when the optimizer of the model does, "
+                f"but `configure_optimizers` returns {len(trainer.optimizers)}: use one optimizer, "
+                "with parameter groups if parts need other options."
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

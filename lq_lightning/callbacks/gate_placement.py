@@ -43,35 +43,26 @@ class Removable(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatePlacement:
-    """The gates of this rank, at work, and their joins with other ranks.
+    """The gates of this rank, at work, and their joins with other ranks."""
 
-    Attributes:
-        gates: gates by name; the same names in the same order on all ranks that ``average`` joins.
-        attached: handle that takes them out of the model.
-        device: device on which gradients are averaged.
-        average: averages a float32 tensor on ``device`` over the ranks that hold replicas of these
-            gates; None if there are none.
-        total: sums a float64 tensor on the CPU over ranks that hold other gates of one mean; None
-            if there are none.
-        gather: returns the argument, a picklable object, of each rank that ``average`` joins.
-        after_step: called after widths have changed, on all ranks.
-        names: names of all gates that share the mean, in one order on all ranks; empty: ``gates``.
-        join: joins entries by name of all ranks that ``total`` joins, on all of them.
-        finish: called on all ranks at the end: makes an optimizer of all gates from this rank's.
-        backward_in_step: whether ``training_step`` runs backward passes, before ``zero_grad``.
-    """
-
+    # By name; the same names in the same order on all ranks that `average` joins.
     gates: Mapping[str, BitGate]
-    attached: Removable
-    device: torch.device
+    attached: Removable  # takes them out of the model
+    device: torch.device  # on which gradients are averaged
+    # Averages a float32 tensor on `device` over ranks that hold replicas of these gates, and sums a
+    # float64 tensor on the CPU over ranks that hold other gates of one mean; None if none do.
     average: Callable[[Tensor], Tensor] | None = None
     total: Callable[[Tensor], Tensor] | None = None
+    # Returns the argument, a picklable object, of each rank that `average` joins.
     gather: Callable[[Any], list[Any]] = lambda value: [value]
-    after_step: Callable[[], None] = lambda: None
+    after_step: Callable[[], None] = lambda: None  # called after widths have changed, on all ranks
+    # Of all gates that share the mean, in one order on all ranks; empty: `gates`.
     names: tuple[str, ...] = ()
+    # Joins entries by name of all ranks that `total` joins, on all of them.
     join: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    # Called on all ranks at the end: makes an optimizer of all gates from this rank's.
     finish: Callable[[GateOptimizer], GateOptimizer] = lambda optimizer: optimizer
-    backward_in_step: bool = False
+    backward_in_step: bool = False  # `training_step` runs backward passes, before `zero_grad`
 
     @property
     def sites(self) -> tuple[str, ...]:

@@ -104,22 +104,16 @@ def checked_table(lines: Sequence[CheckedLine]) -> str:
 class Measured:
     """What one rank measured.
 
-    Attributes:
-        stage: Place in its pipeline, 0 without one.
-        step_s: Median seconds of the steps after the first; None if there was one step.
-        peaks: Most bytes that were ``"allocated"``, ``"reserved"`` and of the ``"device"``; empty
-            without a GPU.
-        kinds: Bytes of live objects by kind.
-        sent_within: Bytes sent within the node per step; None if not all are counted.
-        sent_between: Bytes sent to other nodes per step, likewise.
+    ``peaks`` are the most bytes that were ``"allocated"``, ``"reserved"`` and of the ``"device"``;
+    empty without a GPU.
     """
 
-    stage: int = 0
-    step_s: float | None = None
+    stage: int = 0  # place in its pipeline, 0 without one
+    step_s: float | None = None  # median seconds of the steps after the first; None with one step
     peaks: dict[str, int] = field(default_factory=dict)
-    kinds: dict[str, int] = field(default_factory=dict)
-    sent_within: float | None = None
-    sent_between: float | None = None
+    kinds: dict[str, int] = field(default_factory=dict)  # bytes of live objects by kind
+    sent_within: float | None = None  # the node, bytes per step; None if not all are counted
+    sent_between: float | None = None  # nodes, likewise
 
 
 class PlanCheck(Callback):

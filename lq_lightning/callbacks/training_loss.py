@@ -59,9 +59,8 @@ def training_loss(
     def run() -> Tensor:
         copied = apply_to_collection(batch, Tensor, lambda t: t.clone(), allow_frozen=True)
         arguments = (copied, batch_idx) if takes_index else (copied,)
-        if isinstance(
-            trainer.strategy, ModelParallelStrategy
-        ):  # FSDP2's root module must be called
+        # FSDP2's root module must be called
+        if isinstance(trainer.strategy, ModelParallelStrategy):
             return _loss_of(trainer.strategy.training_step(*arguments))
         # DDP's wrapper expects a backward after each forward, so only the inner module is called
         with trainer.precision_plugin.train_step_context():
@@ -89,10 +88,6 @@ def count_values(batch: Any) -> int:
 
     apply_to_collection(batch, Tensor, count, allow_frozen=True)
     return values
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces what would have side effects."""
 
 
 def _copied(value: Any) -> Any:
@@ -145,7 +140,7 @@ def untouched(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]
         try:
             trainer.loggers = [DummyLogger() for _ in loggers]
             for name in _SILENCED:
-                module.__dict__[name] = _nothing
+                module.__dict__[name] = lambda *args, **kwargs: None
             yield
         finally:
             trainer.loggers = loggers

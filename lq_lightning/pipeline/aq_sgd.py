@@ -41,19 +41,12 @@ CacheDtype = Literal["bfloat16", "float16", "float32"]
 
 
 class Visit(NamedTuple):
-    """Effect of a message on the cache.
+    """Effect of a message on the cache."""
 
-    Attributes:
-        samples: identities, in the order of the message.
-        slots: slot of each sample in the cache.
-        known_at: indices within the message of samples that were cached before it.
-        new_at: indices of the other samples, which are sent in full precision.
-    """
-
-    samples: tuple[int, ...]
-    slots: list[int]
-    known_at: list[int]
-    new_at: list[int]
+    samples: tuple[int, ...]  # identities, in the order of the message
+    slots: list[int]  # of the samples, in the cache
+    known_at: list[int]  # indices within the message of samples that were cached before it
+    new_at: list[int]  # those of the other samples, which are sent in full precision
 
 
 class SampleCache:

@@ -34,40 +34,27 @@ _INT4_SHARE = 0.8  # of the tokens; section 4 of TAH-Quant
 class BoundaryMeta:
     """Hidden states at the boundaries, for micro-batches of one shape. Plain data.
 
-    Attributes:
-        shape: Shape of the hidden state behind a layer, of which tensor-parallel ranks may each
-            have their share of the tokens.
-        dtype: Dtype of the hidden state behind a layer.
-        embedded_shape: Shape of the hidden state in front of the first layer.
-        embedded_dtype: Dtype of the hidden state in front of the first layer.
-        extras: For layers that return a tuple, which entries behind the hidden state are tensors;
-            None for layers that return the hidden state itself.
+    For layers that return a tuple, ``extras`` says which entries behind the hidden state are
+    tensors; None for layers that return the hidden state itself.
     """
 
+    # Behind a layer; of the tokens tensor-parallel ranks may each have their share.
     shape: tuple[int, ...]
     dtype: torch.dtype
-    embedded_shape: tuple[int, ...]
+    embedded_shape: tuple[int, ...]  # in front of the first layer
     embedded_dtype: torch.dtype
     extras: tuple[bool, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Message:
-    """Facts about a payload that both ends know before it is sent.
+    """Facts about a payload that both ends know before it is sent."""
 
-    Attributes:
-        boundary: index of the boundary, equal to the index of the stage before it.
-        backward: True for a gradient, False for a hidden state.
-        microbatch: index within the step.
-        training: False in evaluation, which leaves no trace in codecs with a memory.
-        samples: ``[B]`` int64 on the CPU, identities of the samples; None without any.
-    """
-
-    boundary: int
-    backward: bool
-    microbatch: int
-    training: bool = True
-    samples: Tensor | None = None
+    boundary: int  # its index, which is that of the stage before it
+    backward: bool  # True for a gradient, False for a hidden state
+    microbatch: int  # index within the step
+    training: bool = True  # False in evaluation, which leaves no trace in codecs with a memory
+    samples: Tensor | None = None  # identities, [B] int64 on the CPU; None without any
 
 
 _ANY = Message(boundary=0, backward=False, microbatch=0)  # for sizes equal in all messages

@@ -77,26 +77,16 @@ class SharedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePlan:
-    """Modules of each stage, by their names in the whole model.
-
-    Attributes:
-        layers: Repeated blocks, in the order of their calls.
-        stages: Layers of each stage.
-        before: Other modules with parameters on the first stage (embeddings).
-        after: Other modules with parameters on the last stage (last norm, head).
-        aliases: Further names of modules that have several -> the first.
-        shared: Parameters that several stages hold.
-        costs: Share of each stage in the cost by which stages were balanced.
-    """
+    """Modules of each stage, by their names in the whole model."""
 
     num_stages: int
-    layers: tuple[str, ...]
-    stages: tuple[tuple[str, ...], ...]
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    aliases: Mapping[str, str]
-    shared: tuple[SharedParameter, ...]
-    costs: tuple[float, ...]
+    layers: tuple[str, ...]  # repeated blocks, in the order of their calls
+    stages: tuple[tuple[str, ...], ...]  # layers of each stage
+    before: tuple[str, ...]  # other modules with parameters on the first stage (embeddings)
+    after: tuple[str, ...]  # other modules with parameters on the last stage (last norm, head)
+    aliases: Mapping[str, str]  # further names of modules that have several -> the first
+    shared: tuple[SharedParameter, ...]  # that several stages hold
+    costs: tuple[float, ...]  # share of each stage in the cost by which stages were balanced
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold the parameter, buffer or module of this name, ascending.
