@@ -214,10 +214,8 @@ def set_timeouts(timeout: timedelta) -> None:
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    set_timeout = getattr(dist, "set_timeout", None)  # newer torch
-    if set_timeout is None:
-        set_timeout = distributed_c10d._set_pg_timeout
-    set_timeout(timeout, group)
+    newer = getattr(dist, "set_timeout", None)
+    (newer or distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def split_group(

@@ -119,9 +119,7 @@ class Formula:
 
     def atoms(self) -> Iterator[Atom]:
         """Yield the atoms of all products, but no nested ones."""
-        for product in self.terms:
-            for each, _ in product:
-                yield each
+        yield from (each for product in self.terms for each, _ in product)
 
 
 def number(value: float) -> Formula:

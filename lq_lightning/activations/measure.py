@@ -47,16 +47,11 @@ class SavedTensors:
 
     Run the forward in the block and keep its output until the end: memory that is freed earlier may
     be counted. Recomputation and checkpoints keep their own accounts, as they keep their own hooks.
-
-    Attributes:
-        model: model whose modules the tensors are attributed to.
-        extra: weights that the model does not hold itself.
-        storages: saved storages, in order.
     """
 
-    model: nn.Module
-    extra: tuple[Tensor, ...] = ()
-    storages: list[SavedTensor] = field(default_factory=list)
+    model: nn.Module  # whose modules the tensors are attributed to
+    extra: tuple[Tensor, ...] = ()  # weights that the model does not hold itself
+    storages: list[SavedTensor] = field(default_factory=list)  # in order
 
     def __post_init__(self) -> None:
         """Look up the model's modules and weights."""
@@ -204,12 +199,8 @@ class SavedByForward:
 
     The forward pass is a real one, but saved tensors are dropped at once: it needs only the memory
     of a pass without gradients. ``units`` are modules that could be recomputed, by name: inputs
-    that they would keep are listed under ``input_of``.
-
-    Attributes:
-        shapes: inputs of the sites that took part, by name.
-        unit_calls: forward passes of each recomputable module.
-        tensors: everything saved except parameters and buffers.
+    that they would keep are listed under ``input_of``. ``tensors`` are all but parameters and
+    buffers.
     """
 
     def __init__(
@@ -221,8 +212,8 @@ class SavedByForward:
         self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
         self._savers: dict[int, dict[Saver, None]] = {}
         self._constants: dict[int, StorageWeakRef] = {}
-        self.shapes: dict[str, SiteShape] = {}
-        self.unit_calls = dict.fromkeys(units, 0)
+        self.shapes: dict[str, SiteShape] = {}  # of the sites that took part, by name
+        self.unit_calls = dict.fromkeys(units, 0)  # forward passes
         self._names = {id(module): name for name, module in units.items()}
         self._down = {
             id(getattr(module, site.down)): site.name

@@ -66,17 +66,11 @@ class ReportRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationReport:
-    """A table of saved activations; ``str()`` lays it out.
+    """A table of saved activations; ``str()`` lays it out."""
 
-    Attributes:
-        rows: rows by kind of module.
-        unsupported: modules that are not recognized, and linear layers without FP8 products.
-        measured: whether bytes were counted in a forward, not derived per token.
-    """
-
-    rows: tuple[ReportRow, ...]
-    unsupported: tuple[Unsupported, ...]
-    measured: bool
+    rows: tuple[ReportRow, ...]  # by kind of module
+    unsupported: tuple[Unsupported, ...]  # not recognized, and linear layers without FP8 products
+    measured: bool  # whether bytes were counted in a forward, not derived per token
 
     @property
     def before(self) -> float:

@@ -556,15 +556,13 @@ class DropoutSite(Site):
 class HookSite(Site):
     """A module whose saved tensors are packed by hooks.
 
-    Attributes:
-        kind: ``"attention"``, never with a codec: shields what it saves from the hooks of modules
-            around it; ``"checkpoint"``: its inputs, while it is checkpointed; ``"other"``: every
-            saved tensor that bears rounding.
-        regions: operators of a checkpointed layer.
+    ``kind`` is ``"attention"``, never with a codec: shields what it saves from the hooks of modules
+    around it; ``"checkpoint"``: its inputs, while it is checkpointed; ``"other"``: every saved
+    tensor that bears rounding.
     """
 
     kind: Literal["attention", "checkpoint", "other"]
-    regions: Regions = field(default_factory=Regions)
+    regions: Regions = field(default_factory=Regions)  # operators of a checkpointed layer
 
     @override
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:

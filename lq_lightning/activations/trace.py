@@ -448,10 +448,8 @@ class Probe:
         path, module = self._paths[id(made)]
         for key in ("_parameters", "_modules"):
             if name in own[key]:
-                value = own[key][name]
-                real = vars(module)[key].get(name)
-                self.reads[path, name] = real
-                return value
+                self.reads[path, name] = vars(module)[key].get(name)
+                return own[key][name]
         if name == "training":
             return own[name]
         if name in own:

@@ -28,10 +28,6 @@ class ShardAverages(StrategyPart):
 
     The quantized replicas follow: weights that are exchanged are gathered in full precision, and
     the replicas of training come back as they were, so that an evaluation changes no later step.
-
-    Attributes:
-        averages: By name of the parameter.
-        update_if_due: Called before a save, where nodes that train alone have one model.
     """
 
     weight_kinds = (AVERAGE,)
@@ -39,7 +35,8 @@ class ShardAverages(StrategyPart):
     def __init__(self) -> None:
         self._strategy: Any = None
         self._module: nn.Module = nn.Module()
-        self.averages: dict[str, Tensor] = {}
+        self.averages: dict[str, Tensor] = {}  # by name of the parameter
+        # called before a save, where nodes that train alone have one model
         self.update_if_due: Callable[[], None] = lambda: None
         # this rank's shards and their weights of training, while averages are in their place
         self._trained: list[tuple[Tensor, Tensor]] | None = None

@@ -138,13 +138,11 @@ def place_in_model(
     parallelism, have the same ones. Raises ``ValueError`` if a site does not exist.
     """
     gates = {site: make_gate(site) for site in find_sites(module, sites)}
-    attached = attach(module, gates)
     device = trainer.strategy.root_device
+    alone = GatePlacement(gates=gates, attached=attach(module, gates), device=device)
     if trainer.world_size == 1:
-        return GatePlacement(gates=gates, attached=attached, device=device)
-    return GatePlacement(
-        gates=gates, attached=attached, device=device, average=_average, gather=gather_objects
-    )
+        return alone
+    return replace(alone, average=_average, gather=gather_objects)
 
 
 def _average(values: Tensor) -> Tensor:
@@ -160,10 +158,8 @@ class PipelineGates:
     ``state`` holds the gates of all boundaries, of any number of stages: boundaries that no longer
     exist are dropped, new ones begin at the mean, each with a warning. Errors are raised on all
     ranks: ``ValueError`` if ``state`` has gates that mean something else, ``RuntimeError`` if ranks
-    have other options or another ``state``.
-
-    Attributes:
-        optimizer: optimizer of the gates of the boundaries that this rank sends over, by name.
+    have other options or another ``state``. ``optimizer`` has the gates of the boundaries that this
+    rank sends over, by name.
     """
 
     def __init__(

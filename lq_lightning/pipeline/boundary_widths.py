@@ -39,15 +39,12 @@ class MixedCodec(BoundaryCodec):
     Gradients always have full ranges: few of their values are large, and these are what matters.
     Payloads come from ``encode_mixed``. Boundaries without a table of their own use the common
     starting table, which both ends know without a message.
-
-    Attributes:
-        tables: tables that were set, by boundary.
     """
 
     name = "amaq"
 
     def __init__(self) -> None:
-        self.tables: dict[int, WidthTable] = {}
+        self.tables: dict[int, WidthTable] = {}  # those that were set, by boundary
         self._start: StartingWidths | None = None
         self._ranges: Ranges = "full"
         self._starting: dict[int, WidthTable] = {}  # by number of channels

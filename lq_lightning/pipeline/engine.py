@@ -300,12 +300,15 @@ class PipelineEngine:
         listener = self.listener if training else None
         if listener is not None:
             listener.starts(boundary)
+        parts: tuple[Tensor | None, ...] = (None,) * program.num_microbatches
+        if samples is not None:
+            parts = tuple(samples.cpu().view(len(parts), -1))
         execution = Execution(
             program=program,
             stages=self._stages,
             endpoint=self._endpoint,
             boundary=boundary,
-            samples=_split(samples, program.num_microbatches),
+            samples=parts,
             training=training,
             listener=listener,
         )
@@ -328,9 +331,3 @@ class PipelineEngine:
 
     def _rank_of(self, stage: int) -> int:
         return rank_of_stage(self._schedule, stage, self._num_stages, self._size)
-
-
-def _split(samples: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
-    if samples is None:
-        return (None,) * count
-    return tuple(samples.cpu().view(count, -1))

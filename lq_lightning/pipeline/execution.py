@@ -280,7 +280,11 @@ class Stage:
         with nullcontext() if saved is None else saved.recorded():
             output = self._run(microbatch, hidden)
         if self.is_last:
-            self._check_loss(output)
+            if not isinstance(output, Tensor) or output.numel() != 1:
+                found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise RuntimeError(
+                    f"the last stage has to return its loss as a tensor of one value, not {found}."
+                )
             output = output.reshape(())
         else:
             self._check_hidden(output, boundary)
@@ -330,13 +334,6 @@ class Stage:
         weights = {storage_key(p) for p in self.module.parameters() if has_storage(p)}
         found = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
         return sum(nbytes for key, nbytes in found.items() if key not in weights)
-
-    def _check_loss(self, loss: object) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise RuntimeError(
-                f"the last stage has to return its loss as a tensor of one value, not {found}."
-            )
 
     def _check_hidden(self, hidden: object, boundary: BoundaryMeta) -> None:
         wanted = (tuple(boundary.shape), boundary.dtype)

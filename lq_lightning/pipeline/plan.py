@@ -94,13 +94,9 @@ class PipelinePlan:
         A tied parameter has several names, each in its own stage: see ``shared``. Anything that is
         neither in a layer nor in another module with parameters is on every stage.
         """
-        for stage, names in enumerate(self.stages):
-            if _is_inside(name, names):
+        for stage in range(self.num_stages):
+            if _is_inside(name, self.modules_of(stage)):
                 return (stage,)
-        if _is_inside(name, self.before):
-            return (0,)
-        if _is_inside(name, self.after):
-            return (self.num_stages - 1,)
         for alias, first in self.aliases.items():
             if _is_inside(name, (alias,)):
                 return self.stages_of(first + name.removeprefix(alias))

@@ -92,12 +92,7 @@ def held_generators(module: nn.Module) -> dict[str, object]:
 
 
 class RandomNumbers:
-    """Generators of a step on a device. See [Note: random numbers of a step in parts].
-
-    Attributes:
-        compared: Digests of the generators at the first layer, by micro-batch; None unless they are
-            to be compared.
-    """
+    """Generators of a step on a device. See [Note: random numbers of a step in parts]."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         generators = [torch.default_generator]
@@ -110,6 +105,7 @@ class RandomNumbers:
             _numpy_global(),
         ]
         self._held: dict[str, _Source] = {}
+        # digests of the generators at the first layer, by micro-batch; None unless to be compared
         self.compared: dict[int, set[int]] | None = None
         self._seed = self._microbatch = 0
         self._held_seeds: dict[str, int] = {}
