@@ -205,16 +205,9 @@ class BoundaryWidths:
         self._engine, self._codec = engine, codec
         self._group, self._replicas = control_group, replicas
         self._rank = dist.get_rank(control_group)
-
-    @property
-    def sent(self) -> tuple[CodedBoundary, ...]:
-        """Boundaries over which this rank sends hidden states: it learns their widths."""
-        return tuple(each for each in self.all if each.source == self._rank)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first of its pipeline."""
-        return self._rank == 0
+        self.is_first = self._rank == 0  # of its pipeline
+        # over which this rank sends hidden states: it learns their widths
+        self.sent = tuple(each for each in self.all if each.source == self._rank)
 
     def listen(self, listener: Listener | None) -> None:
         """Let ``listener`` encode hidden states in training; None for the codec alone."""

@@ -122,6 +122,7 @@ class PipelineEngine:
     Attributes:
         listener: encodes hidden states in training, in place of the codec; mostly None.
         traffic: counters of payloads that this rank has sent since the start.
+        failed: error that ended a step, so that messages may never arrive; mostly None.
     """
 
     def __init__(
@@ -177,12 +178,7 @@ class PipelineEngine:
         )
         self.listener: Listener | None = None
         self._agreed = 0
-        self._failed: str | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a step ended with an error, so that messages may never arrive."""
-        return self._failed is not None
+        self.failed: str | None = None
 
     @property
     def kept_nbytes(self) -> tuple[int, int]:
@@ -281,7 +277,7 @@ class PipelineEngine:
 
     def close(self) -> None:
         """Wait for payloads on their way, and close the codecs."""
-        if self._failed is None:
+        if self.failed is None:
             self._endpoint.outbox.finish()
         self._endpoint.forward_codec.close()
         self._endpoint.backward_codec.close()
@@ -289,9 +285,9 @@ class PipelineEngine:
     def _run(
         self, program: Program, boundary: BoundaryMeta, samples: Tensor | None, training: bool
     ) -> list[Any]:
-        if self._failed is not None:
+        if self.failed is not None:
             raise RuntimeError(
-                f"an earlier step of this pipeline failed ({self._failed}), and messages may be "
+                f"an earlier step of this pipeline failed ({self.failed}), and messages may be "
                 "missing on any rank: start again from a checkpoint."
             )
         if self._size > 1:  # on all ranks, before anything is sent
@@ -320,7 +316,7 @@ class PipelineEngine:
         except BaseException as error:
             # Transfers under way are left alone: their peers will not come, so that waiting for
             # them would keep this rank from raising.
-            self._failed = f"{type(error).__name__}: {error}"  # its frames hold graphs
+            self.failed = f"{type(error).__name__}: {error}"  # its frames hold graphs
             for stage in self._stages.values():
                 stage.clear()
             raise

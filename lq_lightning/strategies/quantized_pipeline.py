@@ -386,7 +386,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Drop groups in which messages of this run may wait for a later run."""
-        if self._run is not None and self._run.engine.has_failed:
+        if self._run is not None and self._run.engine.failed is not None:
             distrust_groups()
         super().on_exception(exception)
 
