@@ -177,7 +177,7 @@ class _Packer:
         tensors = [tensor for tensor in tensors_in(args) if has_storage(tensor)]
         self._held = {storage_key(t) for t in tensors if not t.requires_grad}
         self._inputs = {storage_key(t) for t in tensors if t.requires_grad}
-        self._pending: list[_Saved] = []
+        self.pending: list[_Saved] = []
         self.outer = outer
 
     def pack(self, tensor: Tensor) -> Any:
@@ -186,7 +186,7 @@ class _Packer:
         if not (in_question and self._may_take(tensor)):
             return _Saved(tensor) if self.outer is None else self.outer[0](tensor)
         saved = _Saved(tensor)
-        self._pending.append(saved)
+        self.pending.append(saved)
         return saved
 
     def _may_take(self, tensor: Tensor) -> bool:
@@ -203,7 +203,7 @@ class _Packer:
 
         ``uses`` has the saved tensors that tolerate rounding, by ``id``.
         """
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         storages: dict[tuple[int, torch.dtype], list[_Saved]] = {}
         for saved in pending:
             if saved.tensor is not None and version_of(saved.tensor) == saved.version:
@@ -224,10 +224,6 @@ class _Packer:
                     self._encode_sides(saved, use)
                 elif isinstance(use, Normalized):
                     self._encode_normalized(saved, use)
-
-    def settle_inputs(self, *, coded: bool) -> None:
-        """After the checkpointed layer has run: encode its saved inputs, or keep them exactly."""
-        self.settle({id(saved): None for saved in self._pending} if coded else {})
 
     def _keep(self, group: list[_Saved]) -> None:
         """Keep tensors as they are, or as the outer hooks do."""
@@ -353,7 +349,8 @@ def _run_region(
             f"codes: {reason}. What is computed again from a rounded input could take another "
             "path, such as to other experts."
         )
-    packer.settle_inputs(coded=regions.takes_codes(nodes))
+    coded = packer.pending if regions.takes_codes(nodes) else []  # all of the input, or nothing
+    packer.settle({id(saved): None for saved in coded})
     return output
 
 

@@ -352,34 +352,25 @@ class ActivationQuantization(Callback):
         self._adaptation.start()
         if self._budget is None:
             return
-        values = count_values(batch)
-        if self.plan is None:
-            self._planned_values = values
-            self._choose(trainer, pl_module, batch, batch_idx, self._budget)
-        elif values > self._planned_values > 0:
-            warnings.warn(
-                f"`{type(self).__name__}(budget={self._budget.size!r})` was met on a batch of "
-                f"{self._planned_values} values, but batch {batch_idx} has {values}: it needs more "
-                "memory. Let the largest batch be the first, or cut batches to one size.",
-                stacklevel=1,
-            )
-            self._planned_values = 0  # warn once
-
-    def _choose(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        budget: MemoryBudget,
-    ) -> None:
+        budget, values = self._budget, count_values(batch)
+        if self.plan is not None:
+            if values > self._planned_values > 0:
+                warnings.warn(
+                    f"`{type(self).__name__}(budget={budget.size!r})` was met on a batch of "
+                    f"{self._planned_values} values, but batch {batch_idx} has {values}: it needs "
+                    "more memory. Let the largest batch be the first, or cut batches to one size.",
+                    stacklevel=1,
+                )
+                self._planned_values = 0  # warn once
+            return
         if self.handle is None:
             raise AssertionError("Lightning calls `configure_model` before")
+        self._planned_values = values
         self._meter.stop()
-        with untouched(trainer, module):
+        with untouched(trainer, pl_module):
             self.plan = plan_activations(
-                module,
-                training_loss(trainer, module, batch, batch_idx),
+                pl_module,
+                training_loss(trainer, pl_module, batch, batch_idx),
                 budget,
                 optimizers=trainer.optimizers,
                 accumulates=accumulates(trainer),
@@ -392,7 +383,7 @@ class ActivationQuantization(Callback):
         self._meter.start()
         rank_zero_info(f"{type(self).__name__}(budget={budget.size!r})\n{self.plan.summary()}")
         if self.plan.offload_nbytes:
-            self._start_offload(module, f"{self.plan.offload_nbytes} B")
+            self._start_offload(pl_module, f"{self.plan.offload_nbytes} B")
 
     def _start_offload(self, module: pl.LightningModule, amount: float | str) -> None:
         strategy = module.trainer.strategy

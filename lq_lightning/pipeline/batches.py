@@ -186,8 +186,7 @@ def _rebuild(value: Any, children: dict[Any, Any]) -> Any:
     """Return a collection like ``value`` with other entries under the same keys."""
     if isinstance(value, MutableMapping):
         new = copy.copy(value)
-        for key, child in children.items():
-            new[key] = child
+        new.update(children)
         return new
     if isinstance(value, Mapping):
         return type(value)(children)  # type: ignore[call-arg]

@@ -174,10 +174,9 @@ class PlaceholderTracker:
 
     def escape(self, name: str, tensor: object) -> None:
         """Refuse code that reads the memory of something marked."""
-        if isinstance(tensor, Tensor):
-            mark = self._marks.get(_key(tensor))
-            if mark is not None:
-                self.refuse_reading(name, mark)
+        mark = self._first(tensors_in(tensor))
+        if mark is not None:
+            self.refuse_reading(name, mark)
 
 
 class _Operations(OperatorMode):

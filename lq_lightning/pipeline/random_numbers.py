@@ -126,9 +126,8 @@ class RandomNumbers:
         ``seed`` is the same on all stages, and differs between batches and replicas. ``advance``
         moves on the generators of :meth:`hold`, from whose states micro-batches get theirs.
         """
-        own, held = [each.save() for each in self._own], {}
-        for name, source in self._held.items():
-            held[name] = source.save()
+        own = [each.save() for each in self._own]
+        held = {name: source.save() for name, source in self._held.items()}
         self._seed = seed
         self._held_seeds = {name: _digest(state) for name, state in held.items()}
         try:
