@@ -220,11 +220,8 @@ def check_precision_with(strategy: type[Strategy], check: Callable[[str], None])
 def check_trainer_options(
     check_connector: Callable[..., None], check_callbacks: Callable[[object], None]
 ) -> None:
-    """Check what a new Trainer is given before Lightning does.
-
-    Args:
-        check_connector: Gets its ``strategy``, ``plugins`` and ``precision``.
-        check_callbacks: Gets its ``callbacks``.
+    """Check what a new Trainer is given before Lightning does: by one function its ``strategy``,
+    ``plugins`` and ``precision``, by the other its ``callbacks``.
     """
     from lightning.pytorch.trainer.connectors import accelerator_connector, callback_connector
 

@@ -35,10 +35,8 @@ def backward_id() -> int:
 def copy_with(
     optimizer: torch.optim.Optimizer, params: Mapping[int, list[Tensor]]
 ) -> torch.optim.Optimizer:
-    """Copy an optimizer, without states and hooks, to one of other parameters.
-
-    Args:
-        params: Parameters by index of the group whose options they get.
+    """Copy an optimizer, without states and hooks, to one of other parameters: ``params``, by index
+    of the group whose options they get.
     """
     twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():

@@ -383,14 +383,7 @@ class MemoryBudget:
         self.nbytes(1 << 40)
 
     def nbytes(self, total_nbytes: int) -> int:
-        """Return the budget in bytes.
-
-        Args:
-            total_nbytes: Memory of the device, for shares of it.
-
-        Raises:
-            ValueError: ``size`` is not one of the allowed forms.
-        """
+        """Return the budget in bytes, of a device with ``total_nbytes`` for shares of it."""
         size = self.size
         if is_whole(size) and size > 0:
             return size

@@ -110,15 +110,10 @@ class ActivationCalibration:
     def saved_nbytes(
         self, codecs: Mapping[str, str], recomputed: Collection[str] = ()
     ) -> tuple[int, int]:
-        """Return the bytes kept from forward to backward, and those of recomputation.
+        """Return the bytes at the end of the forward pass, and those of the largest recomputed
+        module while its backward runs.
 
-        Args:
-            codecs: codec by site; other sites keep full precision.
-            recomputed: modules; sites in them keep full precision.
-
-        Returns:
-            Bytes at the end of the forward pass, and bytes of the largest recomputed module while
-            its backward runs.
+        ``codecs`` are by site; others, and those in ``recomputed`` modules, keep full precision.
         """
         inside = tuple(f"{unit}." for unit in recomputed)
         coded = {

@@ -40,11 +40,8 @@ def make_boundary_codec(
     tile, other codes of ``CodecSpec`` have a scale alone; ``"tah"`` is ``TAHQuantization``,
     ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, for hidden states only,
     ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are 64 channels forward and 32
-    backward, except for ``"tah5"``: 64 in both directions.
-
-    Args:
-        codec: a name, or a specification.
-        backward: whether the codec is for gradients.
+    backward, except for ``"tah5"``: 64 in both directions. ``backward`` asks for a codec of
+    gradients.
 
     Raises:
         ValueError: another name or type, or a specification that does not suit boundaries.

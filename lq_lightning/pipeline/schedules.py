@@ -339,12 +339,8 @@ def compensated_bits(
     backward passes the counts are ``InFlight.peak``. So with ``"floor"`` no rank's peak exceeds
     the largest at ``bits``. Counts 11, 9, 7, 5 give 4, 4, 6, 8 bits.
 
-    Args:
-        counts: results of ``in_flight``, or numbers of micro-batches, by rank.
-        bits: bits of the rank with the largest count, 2 to 8.
-        rounding: ``"floor"``; or ``"nearest"``, as in the paper, with which peaks can grow.
-        cap: most bits, 2 to 8.
-        half_size: bytes kept between the halves of a backward pass, per byte kept before.
+    ``counts`` are results of ``in_flight``, or numbers of micro-batches, by rank; ``bits`` and
+    ``cap`` are 2 to 8. All else is as in ``StageBitCompensation``.
     """
     check_choice("StageBitCompensation", "bits", bits, tuple(BITS))
     check_choice("StageBitCompensation", "cap", cap, tuple(BITS))
