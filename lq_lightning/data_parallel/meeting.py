@@ -32,13 +32,15 @@ with that round.
 from __future__ import annotations
 
 import json
-import queue
+import os
 import secrets
 import socket
+import stat
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -50,7 +52,6 @@ from lq_lightning.foundation.served_files import is_served
 
 _PREFIX = "lq_lightning/nodes"
 _OPERATION = 10.0  # seconds after which an operation of the store is tried again
-_WORKER = "lq-meeting"  # threads inside the store
 _FIRST_PATIENCE = 30.0
 _POLL = 0.02
 _LISTEN = 0.1  # between looks of a node that trains
@@ -152,23 +153,27 @@ class PatientStore:
         host, port = split_address(self._address)
         with socket.create_connection((host, port), _OPERATION / 2):
             pass  # the store would print a page for each of its own attempts
-        make, wait = dist.TCPStore, timedelta(seconds=_OPERATION / 2)  # type: ignore[attr-defined]
+        addresses = {found[4][0] for found in socket.getaddrinfo(host, port)}
+        make = dist.TCPStore  # type: ignore[attr-defined]
         # one connection in some forty hangs, at the same place on an idle machine: try again soon
-        for patience in (wait / 5, wait / 2.5, wait):
-            with suppress(dist.DistNetworkError):
-                made = make(host, port, is_master=False, timeout=patience)
-                made.set_timeout(wait)
+        for seconds in (_OPERATION / 10, _OPERATION / 5, _OPERATION / 2):
+            made, wait = None, timedelta(seconds=seconds)
+            with suppress(dist.DistNetworkError), _cutting_unbounded(addresses, port, seconds):
+                made = make(host, port, is_master=False, timeout=wait)
+            if made is not None:
+                _bound_reads(addresses, port)
+                made.set_timeout(timedelta(seconds=_OPERATION / 2))
                 return PrefixStore(_PREFIX, made)
-        raise TimeoutError(f"no connection in {1.6 * wait.total_seconds():g} s")
+        raise TimeoutError(f"no connection in {0.8 * _OPERATION:g} s")
 
     def _call(self, operation: Callable[[Any], Any]) -> Any:
-        deadline = time.monotonic() + self.patience
+        began = time.monotonic()
         while True:
             try:
-                return _within(_OPERATION, lambda: operation(self._connected()))
+                return operation(self._connected())
             except (RuntimeError, OSError) as error:
                 self._store = None
-                if time.monotonic() > deadline:
+                if time.monotonic() > began + self.patience:  # which may be set meanwhile
                     raise RuntimeError(
                         f"the meeting point {self._address} has not answered for "
                         f"{self.patience:g} s: {str(error).splitlines()[0]}. Start "
@@ -215,24 +220,43 @@ class PatientStore:
         self._call(lambda store: store.delete_key(key))
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Run ``work`` in a thread: a connection that is cut may block it until the kernel gives up."""
-    done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+def _connections(addresses: set[object], port: int) -> Iterator[socket.socket]:
+    """Connections of this process to the store, for which torch has no name."""
+    for number in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # it is closed meanwhile, or is not connected
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as found:
+                host, at = found.getpeername()[:2]
+                if at == port and host.removeprefix("::ffff:") in addresses:
+                    yield found
 
-    def run() -> None:
-        try:
-            done.put((True, work()))
-        except BaseException as error:
-            done.put((False, error))
 
-    threading.Thread(target=run, name=_WORKER, daemon=True).start()
+def _bound_reads(addresses: set[object], port: int) -> None:
+    """Let reads end in time: a cut connection would keep its thread, which aborts at the exit."""
+    limit = struct.pack("ll", *divmod(int(_OPERATION * 1e6), 1_000_000))
+    for found in _connections(addresses, port):
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+@contextmanager
+def _cutting_unbounded(addresses: set[object], port: int, seconds: float) -> Iterator[None]:
+    """Again and again end connections that take too long to make: torch waits for ever."""
+    made = threading.Event()
+
+    def watch() -> None:
+        while not made.wait(seconds):
+            for found in _connections(addresses, port):
+                if not any(found.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)):
+                    found.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
     try:
-        succeeded, result = done.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer for {seconds:g} s") from None
-    if not succeeded:
-        raise result
-    return result
+        yield
+    finally:
+        made.set()
+        thread.join()
 
 
 class Meeting:
@@ -573,9 +597,6 @@ class Meeting:
             self._listener.join(2 * _OPERATION)
         with suppress(RuntimeError):  # the meeting point may have ended first
             self.store.propose(f"seat/{self.seat}", f"{self._name} ", self._mine)
-        for thread in threading.enumerate():  # one inside the store aborts a process that ends
-            if thread.name == _WORKER:
-                thread.join(_OPERATION)
 
 
 def keep_meeting_point(port: int) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -402,6 +404,49 @@ def test_a_meeting_point_that_ends(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     first.leave()
     assert time.monotonic() - began < 15
     assert {*threading.enumerate()} <= others  # one in the store would abort a process that ends
+
+
+def _relay(port: int, silent: threading.Event) -> int:
+    """A port that leads to another one, as a network does that may go silent."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not silent.is_set():
+                    target.sendall(data)
+
+    def serve() -> None:
+        while True:
+            near, far = server.accept()[0], socket.create_connection(("127.0.0.1", port))
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=pass_on, args=pair, name="relay", daemon=True).start()
+
+    threading.Thread(target=serve, name="relay", daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def test_a_connection_that_goes_silent(nodes: Nodes) -> None:
+    """No thread stays inside the store, where it would abort a process that ends."""
+    silent, others = threading.Event(), {*threading.enumerate()}
+    nodes.address = f"127.0.0.1:{_relay(nodes.store.port, silent)}"
+    (node,) = nodes.enter(1)
+    node.listen(0)
+    silent.set()
+    node.store.patience = 0.1
+    ended: list[str] = []
+
+    def end() -> None:
+        with pytest.raises(RuntimeError, match=r"not answered for 0.1 s: Socket Timeout"):
+            node.latest()
+        node.leave()
+        ended.append("here")
+
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert ended
+    assert {t.name for t in {*threading.enumerate()} - others} == {"relay"}
 
 
 def test_operations_of_the_store(nodes: Nodes) -> None:
