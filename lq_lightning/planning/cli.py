@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lq_lightning.data_parallel.config import PORT
-from lq_lightning.data_parallel.meeting import keep_meeting_point
+from lq_lightning.data_parallel.patient_store import keep_meeting_point
 
 FITS, WRONG_INPUT, DOES_NOT_FIT = 0, 2, 3
 _USAGE = "lq-lightning plan [CONFIG.yaml | SCRIPT.py] [OPTION ...] [--trainer.OPTION=VALUE ...]"

@@ -22,7 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from lq_lightning._compat.lightning import restore_from
 from lq_lightning.checkpoint.checkpointer import ALL_RANKS
 from lq_lightning.data_parallel.config import split_address
-from lq_lightning.data_parallel.meeting import Meeting, PatientStore, Round
+from lq_lightning.data_parallel.meeting import Meeting, Round
+from lq_lightning.data_parallel.patient_store import PatientStore
 from lq_lightning.data_parallel.rounds import Arrived, LostNodeError, RoundOptimizer
 from lq_lightning.foundation.checks import counted
 from lq_lightning.foundation.groups import shared_split, world_group

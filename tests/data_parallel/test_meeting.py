@@ -12,16 +12,10 @@ from typing import Any
 
 import pytest
 
-from lq_lightning.data_parallel import meeting
-from lq_lightning.data_parallel.meeting import (
-    Latest,
-    Meeting,
-    Member,
-    PatientStore,
-    Round,
-    keep_meeting_point,
-    split_address,
-)
+from lq_lightning.data_parallel import meeting, patient_store
+from lq_lightning.data_parallel.config import split_address
+from lq_lightning.data_parallel.meeting import Latest, Meeting, Member, Round
+from lq_lightning.data_parallel.patient_store import PatientStore, keep_meeting_point
 
 WAIT = 2.0
 
@@ -37,7 +31,7 @@ class Nodes:
         monkeypatch.setattr(meeting, "is_served", lambda url, _: self.alive[url])
         monkeypatch.setattr(meeting, "_PROBE", 0.1)
         monkeypatch.setattr(meeting, "_LISTEN", 0.02)
-        monkeypatch.setattr(meeting, "_OPERATION", 1.0)
+        monkeypatch.setattr(patient_store, "_OPERATION", 1.0)
 
     def make(self, max_nodes: int = 3, wait: float = WAIT) -> Meeting:
         """A node that has not entered."""

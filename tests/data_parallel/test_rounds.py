@@ -19,8 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lq_lightning.codecs import CodecSpec, decode, encode
 from lq_lightning.data_parallel.config import LocalSteps
-from lq_lightning.data_parallel.meeting import Member, PatientStore, Round, keep_meeting_point
+from lq_lightning.data_parallel.meeting import Member, Round
 from lq_lightning.data_parallel.node_mean import ERRORS
+from lq_lightning.data_parallel.patient_store import PatientStore, keep_meeting_point
 from lq_lightning.data_parallel.rounds import Arrived, LostNodeError, RoundOptimizer
 
 WORLD = 3

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lq_lightning import LocalSteps, QuantizedFSDPStrategy
-from lq_lightning.data_parallel.meeting import Member, PatientStore, keep_meeting_point
+from lq_lightning.data_parallel.meeting import Member
+from lq_lightning.data_parallel.patient_store import PatientStore, keep_meeting_point
 from lq_lightning.strategies.changing_nodes import ChangingNodes
 
 SEATS, BATCH, LR, NUMEL = 4, 2, 0.01, 6000
