@@ -120,14 +120,18 @@ def fetch(url: str, name: str, target: Path, timeout: float) -> int:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part, count = target.with_name(f"{target.name}.part"), 0
-    with _DIRECT.open(f"{url}/{quote(name)}", timeout=timeout) as source:
-        expected = int(source.headers["Content-Length"])
-        with part.open("wb") as file:
-            while chunk := source.read(_CHUNK_NBYTES):
-                file.write(chunk)
-                count += len(chunk)
-    if count != expected:
-        raise OSError(f"{url}/{name} ended after {count} of {expected} bytes")
+    try:
+        with _DIRECT.open(f"{url}/{quote(name)}", timeout=timeout) as source:
+            expected = int(source.headers.get("Content-Length", -1))
+            with part.open("wb") as file:
+                while chunk := source.read(_CHUNK_NBYTES):
+                    file.write(chunk)
+                    count += len(chunk)
+        if count != expected:
+            raise OSError(f"it ended after {count} of {expected} bytes")
+    except (OSError, http.client.HTTPException) as error:
+        part.unlink(missing_ok=True)
+        raise OSError(f"{url}/{name}: {error}") from error
     part.replace(target)
     return count
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ def folder() -> Iterator[ServedFolder]:
 
 
 @contextmanager
-def _answers(reply: bytes | None) -> Iterator[str]:
+def _answers(reply: bytes | None, stays: float = 0.0) -> Iterator[str]:
     """Another process at a port, which says something, or nothing, to whoever connects."""
     with socket.create_server((HOST, 0)) as server:
 
@@ -42,6 +43,7 @@ def _answers(reply: bytes | None) -> Iterator[str]:
             with connection:
                 connection.recv(4096)
                 connection.sendall(reply or b"")
+                time.sleep(stays)
 
         if reply is not None:
             threading.Thread(target=answer, daemon=True).start()
@@ -65,14 +67,21 @@ def test_files_are_copied(folder: ServedFolder, tmp_path: Path) -> None:
         fetch(folder.url, "round-1", target, 5)
 
 
-def test_a_file_that_ends_too_soon_is_not_there(tmp_path: Path) -> None:
-    target = tmp_path / "copy"
-    with (
-        _answers(b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nhalf") as url,
-        pytest.raises(OSError, match="after 4 of 9 bytes"),
-    ):
-        fetch(url, "file", target, 5)
-    assert not target.exists()
+@pytest.mark.parametrize(
+    ("reply", "stays", "message"),
+    [
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nhalf", 0.0, "after 4 of 9 bytes"),  # killed
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nhalf", 1.0, "timed out"),  # cut off
+        (b"HTTP/1.0 200 OK\r\n\r\nall", 0.0, "after 3 of -1 bytes"),
+        (b"220 another protocol\r\n", 0.0, "220 another protocol"),
+    ],
+)
+def test_a_file_that_does_not_arrive_is_not_there(
+    reply: bytes, stays: float, message: str, tmp_path: Path
+) -> None:
+    with _answers(reply, stays) as url, pytest.raises(OSError, match=message):
+        fetch(url, "file", tmp_path / "copy", 0.3 if stays else 5)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_who_is_there(folder: ServedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
