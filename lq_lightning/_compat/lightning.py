@@ -142,18 +142,17 @@ def requeue_checkpoint_path(trainer: Trainer) -> str:
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
-def restore_from(trainer: Trainer, path: str, pass_over: Callable[[object], None]) -> None:
+def restore_from(trainer: Trainer, path: str, begin: Callable[[object], None]) -> None:
     """Let the run that a strategy is setting up continue from a checkpoint, whatever it was given.
 
-    ``pass_over`` is called with the ``ckpt_path`` that it was given, if there is one: it is in the
-    Trainer's hands already when it asks the strategy for its processes.
+    ``begin`` is called first, once the module has its parameters, with the ``ckpt_path`` that the
+    run was given: it is in the Trainer's hands already when it asks the strategy for its processes.
     """
     connector = trainer._checkpoint_connector
 
     def start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         del connector.resume_start  # of this run alone
-        if checkpoint_path is not None:
-            pass_over(checkpoint_path)
+        begin(checkpoint_path)
         connector.resume_start(path, weights_only)
 
     connector.resume_start = start  # type: ignore[method-assign]

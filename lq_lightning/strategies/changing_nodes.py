@@ -12,13 +12,20 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
+from lq_lightning.__about__ import __version__
 from lq_lightning._compat.lightning import restore_from
 from lq_lightning.checkpoint.checkpointer import ALL_RANKS
 from lq_lightning.data_parallel.config import split_address
@@ -33,6 +40,7 @@ from lq_lightning.foundation.streams import MaxReduction
 from lq_lightning.strategies.replica_groups import ReplicaGroups
 
 T = TypeVar("T")
+_REFUSED = (BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging, WeightAveraging)
 _SAVED = "meeting"  # key of this part's values in a checkpoint
 _AGAIN = 0.1  # seconds before a node that came too late tries again
 
@@ -59,6 +67,7 @@ class ChangingNodes(ReplicaGroups):
     _pending: Callable[[], list[int]] | None = None
     _starts = _is_asked = _skips = _has_ended = False
     _steps = 0  # optimizer steps of the run
+    _parts = 0  # loaders of this node's parts of the data
 
     @property
     def max_nodes(self) -> int:
@@ -71,7 +80,7 @@ class ChangingNodes(ReplicaGroups):
         return False
 
     def check(self, module: LightningModule, synchronizes_layers: bool) -> None:
-        """Refuse runs of several nodes."""
+        """Refuse runs of several nodes, and callbacks that train and forget, or write weights."""
         every, owner = self._topology(), type(self._strategy).__name__
         if every.num_nodes > 1 or self._strategy.num_nodes > 1:
             raise ValueError(
@@ -79,6 +88,15 @@ class ChangingNodes(ReplicaGroups):
                 f"is a run of its own, but this run has {max(every.num_nodes, 2)} nodes or more. "
                 "Start it once per node, with `Trainer(num_nodes=1)` and without `node_size`."
             )
+        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks if module.trainer.state.fn == TrainerFn.FITTING else ():
+            if isinstance(callback, _REFUSED):
+                raise NotImplementedError(
+                    f"the callback `{type(callback).__name__}` tries steps that others would take "
+                    "for progress, or writes weights of its own after the last round, which "
+                    f"`{owner}(local_steps=LocalSteps(meet_at=...))` does not allow. Search in a "
+                    "run without `local_steps`; for averages use `lq_lightning.callbacks.EMA`."
+                )
 
     # --- coming -----------------------------------------------------------------------------------
 
@@ -93,7 +111,7 @@ class ChangingNodes(ReplicaGroups):
         self.seat, self._place, found = on_first(self._come)
         self._starts = found is None
         if found is not None:
-            restore_from(trainer, found, _pass_over)
+            restore_from(trainer, found, self._begin_restore)
         self._skips = found is not None
         which = "starts the run" if found is None else "joins nodes that train"
         rank_zero_info(
@@ -112,6 +130,7 @@ class ChangingNodes(ReplicaGroups):
         self._meeting.enter()
         options = ("every", "outer_lr", "outer_momentum", "bits", "error_feedback", "max_nodes")
         others = {
+            "lq_lightning": __version__,
             "ranks per node": self._topology().world_size,
             "PL_GLOBAL_SEED": os.environ.get("PL_GLOBAL_SEED"),  # by which loaders divide the data
         }
@@ -166,7 +185,7 @@ class ChangingNodes(ReplicaGroups):
         if config.meet_at is None:
             raise AssertionError("a ReplicaGroups has other configs")
         store = PatientStore(config.meet_at, config.wait)
-        names = {p: clean_name(n) for n, p in module.named_parameters()}
+        names = self._agree_on_parameters()
         self._rounds = self._outer = RoundOptimizer(
             config,
             world_group(),
@@ -177,16 +196,30 @@ class ChangingNodes(ReplicaGroups):
             device=device,
         )
         self._votes = MaxReduction(device, torch.int64)
-        self._steps, self._has_ended = 0, False
-        facts = {
-            "parameters": sorted((n, tuple(p.shape), str(p.dtype)) for p, n in names.items()),
-            "min_quantized_numel": self._min_quantized_numel,
-        }
+        self._steps, self._parts, self._has_ended = 0, 0, False
+        facts: dict[str, object] = {n: p.dtype for p, n in names.items()}
+        facts["min_quantized_numel"] = self._min_quantized_numel
+        facts["optimizers"] = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         on_first(lambda: self._first.agree_on("model", facts))
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [c for c in callbacks if not isinstance(c, _Rounds)]
         self.insert_callback(callbacks)
         callbacks.append(_Rounds(self))
+
+    def _agree_on_parameters(self) -> dict[nn.Parameter, str]:
+        module = self._trainer.lightning_module
+        names = {p: clean_name(n) for n, p in module.named_parameters()}
+        shapes = {n: tuple(p.shape) for p, n in names.items()}
+        on_first(lambda: self._first.agree_on("shapes", shapes))
+        return names
+
+    def _begin_restore(self, ckpt_path: object) -> None:
+        if ckpt_path is not None:
+            rank_zero_warn(
+                "other nodes train already, so this one starts from their state and not from "
+                f"`ckpt_path={str(ckpt_path)!r}`."
+            )
+        self._agree_on_parameters()
 
     @property
     def _first(self) -> Meeting:
@@ -207,6 +240,7 @@ class ChangingNodes(ReplicaGroups):
             self._own.begin_step(optimizer)
         self._own.is_open = False
         if self._starts:
+            self._steps = max(self._steps, trainer.global_step)
             latest = on_first(lambda: self._first.latest())
             self._own.number = 0 if latest is None else latest.number
         elif ALL_RANKS.is_first and self._folder is not None:
@@ -216,12 +250,17 @@ class ChangingNodes(ReplicaGroups):
     def skip_read_batches(self, loader: object) -> None:
         """Let a loader of this node's part of the data go on where the run is in its epoch.
 
-        A loader with ``load_state_dict`` does so by itself.
+        A loader with ``load_state_dict`` does so by itself. Refuses data of another length.
         """
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         done = 0 if progress.is_last_batch else progress.current.ready  # a new epoch begins
         skips = self._skips and self._trainer.training and not hasattr(loader, "load_state_dict")
         batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+        part = batches.sampler if isinstance(batches, BatchSampler) else None
+        grows = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        if self._trainer.training and not grows and isinstance(part, DistributedSampler):
+            self._parts, facts = self._parts + 1, {"samples to divide": len(part.dataset)}
+            on_first(lambda: self._first.agree_on(f"data/{self._parts}", facts))
         if skips and done and isinstance(batches, BatchSampler):
             batches.sampler = _Later(batches.sampler, done * batches.batch_size)
 
@@ -457,16 +496,14 @@ class ChangingNodes(ReplicaGroups):
         """Continue with the saved outer optimizer."""
         if self._rounds is None:
             return
+        if not self._rounds.is_open:
+            raise RuntimeError(
+                "a checkpoint was loaded while this node trains with others, which do not go back "
+                "with it. Give it as `ckpt_path` to the first node of a run."
+            )
         saved = values.get(_SAVED, {})
         self._rounds.load_state(saved.get("tensors", tensors))
         self._rounds.number, self._steps = saved.get("round", 0), saved.get("steps", 0)
-
-
-def _pass_over(ckpt_path: object) -> None:
-    rank_zero_warn(
-        "other nodes train already, so this one starts from their state and not from "
-        f"`ckpt_path={str(ckpt_path)!r}`."
-    )
 
 
 class _Later(Sampler[Any]):

@@ -6,16 +6,23 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning_utilities.core.rank_zero import rank_zero_only
 from lq_testing import run_ranks
 from lq_testing.lightning_models import TinyModule, loader, trainer
@@ -26,6 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lq_lightning import LocalSteps, QuantizedFSDPStrategy
 from lq_lightning.data_parallel.meeting import Member
 from lq_lightning.data_parallel.patient_store import PatientStore, keep_meeting_point
+from lq_lightning.foundation.served_files import ServedFolder
 from lq_lightning.strategies.changing_nodes import ChangingNodes
 
 SEATS, BATCH, LR, NUMEL = 4, 2, 0.01, 6000
@@ -37,6 +45,7 @@ class Counter(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2, 40))
+        self.tied = self.weight
         self.other = nn.Parameter(torch.zeros(3))
         self.seen: list[list[int]] = []
         self.validated: list[tuple[int, float]] = []
@@ -45,7 +54,7 @@ class Counter(pl.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         time.sleep(self.pause)
         self.seen.append(batch[0].tolist())
-        return self.weight.sum() + 0 * self.other.sum()
+        return 0.5 * (self.weight + self.tied).sum() + 0 * self.other.sum()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.validated.append((len(batch[0]), self.weight[0, 0].item()))
@@ -126,6 +135,7 @@ def _fit(address: str, root: str, steps: int, **options: Any) -> dict[str, Any]:
     return {
         "seat": strategy.seat,
         "weight": module.weight.detach().clone(),
+        "is tied": module.tied is module.weight,
         "step": run.global_step,
         "seen": module.seen,
         "validated": module.validated,
@@ -169,6 +179,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     first, second, again = found
     assert torch.equal(first["weight"], second["weight"])
     assert torch.equal(first["weight"], again["weight"])
+    assert all(node["is tied"] for node in found)
     assert "starts from their state and not from `ckpt_path='never.ckpt'`" in again["warnings"]
     _each_step_counts_once(address, found)
     # data: each seat has its own part, and the node that came again goes on where the run was
@@ -240,6 +251,50 @@ def test_who_has_ended_saves_for_nobody() -> None:
     nodes.save_if_asked(None)  # type: ignore[arg-type]
 
 
+def test_who_trains_loads_no_checkpoint() -> None:
+    nodes = ChangingNodes.__new__(ChangingNodes)
+    nodes._rounds = SimpleNamespace(is_open=False)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="loaded while this node trains with others"):
+        nodes.load_extra_state({}, {})
+
+
+def test_a_donor_that_is_lost_while_its_state_is_read() -> None:
+    """Another one gives its state, and of the first one's nothing is left."""
+    good, own, server = (
+        *(ServedFolder("127.0.0.1") for _ in "12"),
+        socket.create_server(("127.0.0.1", 0)),
+    )
+
+    def die() -> None:
+        with server.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+
+    threading.Thread(target=die, daemon=True).start()
+    (good.path / "new").write_bytes(b"whole")
+    donors = {
+        Member(0, "lost"): (f"http://127.0.0.1:{server.getsockname()[1]}/x", {"old": 9}),
+        Member(1, "good"): (good.url, {"new": 5}),
+    }
+
+    def ask(donor: Member, url: str) -> dict[str, Any]:
+        files = donors.pop(donor)[1]
+        return {"round": 1, "path": next(iter(files)), "files": files}
+
+    nodes = ChangingNodes.__new__(ChangingNodes)
+    nodes._config, nodes._folder = _options("127.0.0.1:1"), own
+    nodes._meeting = SimpleNamespace(  # type: ignore[assignment]
+        ask=ask, start_or_find=lambda: {donor: url for donor, (url, _) in donors.items()}
+    )
+    try:
+        assert nodes._find_state() == str(own.path / "new")
+        assert own.files("") == {"new": 5}
+    finally:
+        server.close()
+        good.close()
+        own.close()
+
+
 # --- nodes of two ranks --------------------------------------------------------------------------
 
 
@@ -308,10 +363,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         fit(_options(address), num_nodes=2)
     store = PatientStore(address, 5)
     assert not store.has("seat/0")
-    store.write("facts/model", '{"parameters": "[]", "min_quantized_numel": "4096"}')
-    with pytest.raises(ValueError, match=r"has parameters \[\('other', .* need the same"):
-        fit(_options(address, **exact))
-    store.remove("facts/model")
+    for what, other, message in (
+        ("shapes", '{"weight": "(2, 40)"}', r"has other \(3,\), but the nodes .* need the same"),
+        ("model", '{"optimizers": "[\'Adam\']"}', "has min_quantized_numel 4096, but .* have None"),
+        ("data/1", '{"samples to divide": "7"}', "has samples to divide 6000, but .* have 7: all"),
+    ):
+        store.write(f"facts/{what}", other)
+        with pytest.raises(ValueError, match=message):
+            fit(_options(address, **exact))
+        store.remove(f"facts/{what}")
+    for callback in (LearningRateFinder(), StochasticWeightAveraging(0.1)):
+        with pytest.raises(NotImplementedError, match=f"`{type(callback).__name__}` tries steps"):
+            fit(_options(address, **exact), callbacks=[callback])
     assert store.read("seat/0").split(" ")[1] == ""  # type: ignore[union-attr]
 
     run = trainer(
@@ -326,7 +389,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     run.fit(module, _data())
     torch.testing.assert_close(module.weight.data, torch.full((2, 40), -6 * LR))
     run.validate(module, _data(8))
-    with pytest.raises(RuntimeError, match="has ended with round 3"):
+    with pytest.raises(RuntimeError, match="has ended with round 5"):
         fit(_options(address, **exact))
     with pytest.raises(ValueError, match="has every 6, but the nodes that it would join have 5"):
         fit(_options(address, **exact, every=6))
