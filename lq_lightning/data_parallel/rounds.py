@@ -197,6 +197,7 @@ class RoundOptimizer(OuterOptimizer):
 
         Its progress since its last round is added on top, and is part of its next difference.
         """
+        self.drop_group()  # the others have another one, whoever is in the next round
         self._apply_all(arrived, place, keep_progress=True)
         return self._parameters
 

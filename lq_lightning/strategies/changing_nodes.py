@@ -376,10 +376,11 @@ class ChangingNodes(ReplicaGroups):
         """Take the outer steps of the rounds that this node has missed."""
         outer, missed = self._own, 0
         while not self._has_ended and (found := on_first(self._missed)) is not None:
-            attempt, urls, self._has_ended = found
+            attempt, urls, last = found
+            self._has_ended = last == outer.number + 1
             name = f"round-{outer.number + 1}-{attempt}-{ALL_RANKS.rank}"
             place = Path(self._place, name)
-            ALL_RANKS.together(lambda: self._get(urls, name, place))  # noqa: B023
+            ALL_RANKS.together(lambda: self._get(urls, name, place, last))  # noqa: B023
             self._run(lambda: outer.follow(outer.read(place), place))  # noqa: B023
             missed += 1
         if ALL_RANKS.is_first:
@@ -391,8 +392,8 @@ class ChangingNodes(ReplicaGroups):
         if missed:
             rank_zero_info(f"caught up with {counted(missed, 'round')}, up to {outer.number}")
 
-    def _missed(self) -> tuple[int, list[str] | None, bool] | None:
-        """The attempt at the next round that counts, where its messages are, if it is the last.
+    def _missed(self) -> tuple[int, list[str] | None, int] | None:
+        """The attempt at the next round that counts, where its messages are, the last round or 0.
 
         None in place of places if nobody had taken a step, as when all have validated before.
         """
@@ -403,12 +404,13 @@ class ChangingNodes(ReplicaGroups):
         latest = meeting.latest()
         members = meeting.members(number, attempt)
         known = {m.seat: m for m in (*members, *(latest.members if latest else ()))}.values()
-        is_last = any(m.ends for m in members)
+        last = latest.number if latest is not None and latest.is_last else 0
+        last = number if any(m.ends for m in members) else last
         if meeting.counts(number, attempt) and not any(m.taken for m in members):
-            return attempt, None, is_last
-        return attempt, [u for m in known if (u := meeting.url_of(m))], is_last
+            return attempt, None, last
+        return attempt, [u for m in known if (u := meeting.url_of(m))], last
 
-    def _get(self, urls: list[str] | None, name: str, place: Path) -> None:
+    def _get(self, urls: list[str] | None, name: str, place: Path, last: int) -> None:
         if urls is None:
             self._own.write(Arrived(1, 0, []), place)
             return
@@ -419,9 +421,9 @@ class ChangingNodes(ReplicaGroups):
                 return
             except OSError as error:
                 errors.append(str(error))
-        if self._has_ended:
+        if last:
             raise RuntimeError(
-                f"the run has ended with round {number} while this node was away, so that its "
+                f"the run has ended with round {last} while this node was away, so that its "
                 "weights are not the final ones. Take them from another node."
             )
         raise RuntimeError(

@@ -230,12 +230,14 @@ def _own_progress(place: str) -> None:
     for name, parameter in node.model.items():
         moved = LR * (1 + MOMENTUM) * move_of(name, 0, 0)
         torch.testing.assert_close(parameter.data, first_weights(name) + moved)
+    for present in ((1, 2), (0, 1, 2)):  # away again, and back among the same nodes
+        node.step(0)
+        node.round(*present)
+    node.assert_common(before := [p.data.clone() for p in node.model.values()])
     steps = node.outer.number
     node.round(0, 1)  # nobody has learned anything: not even the momentum moves
     assert node.outer.number == steps + 1
-    for name, parameter in node.model.items():
-        moved = LR * (1 + MOMENTUM) * move_of(name, 0, 0)
-        torch.testing.assert_close(parameter.data, first_weights(name) + moved)
+    assert all(map(torch.equal, before, [p.data for p in node.model.values()]))
 
 
 def _three(place: str) -> None:

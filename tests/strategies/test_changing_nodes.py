@@ -258,6 +258,15 @@ def test_who_trains_loads_no_checkpoint() -> None:
         nodes.load_extra_state({}, {})
 
 
+def test_who_was_away_at_the_end() -> None:
+    nodes = ChangingNodes.__new__(ChangingNodes)
+    nodes._rounds = SimpleNamespace(number=1)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="has ended with round 4 while this node was away"):
+        nodes._get([], "round-2", Path("round-2"), 4)
+    with pytest.raises(RuntimeError, match="the messages of round 2 any more"):
+        nodes._get([], "round-2", Path("round-2"), 0)
+
+
 def test_a_donor_that_is_lost_while_its_state_is_read() -> None:
     """Another one gives its state, and of the first one's nothing is left."""
     good, own, server = (
