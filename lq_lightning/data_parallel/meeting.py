@@ -219,8 +219,8 @@ class Meeting:
 
     def living(self) -> dict[Member, str]:
         """Others that have the result of the last round, and where their files are."""
-        latest = self.latest() or Latest(0, ())
-        known = {m.name: m for m in latest.members} | self._by_name(f"new/{latest.number + 1}")
+        latest = self.latest()
+        known = self._known(1 if latest is None else latest.number + 1)
         urls = {m: self.url_of(m) for m in known.values() if m.name != self._name}
         return {m: url for m, url in urls.items() if url and is_served(url, _PROBE)}
 
@@ -241,7 +241,7 @@ class Meeting:
             if living := self.living():
                 return living
             # a node that started has a moment to be heard; without members nobody has started
-            gone = latest is None or self._all_gone(latest)
+            gone = latest is None or all(self._answers(m) is False for m in latest.members)
             if gone or time.monotonic() > deadline:
                 if not gone and latest != first:
                     raise RuntimeError(
@@ -266,10 +266,6 @@ class Meeting:
                 return False
         proposed, before = str(Latest(number, (self.me(),))), "" if latest is None else str(latest)
         return self.store.propose("latest", proposed, before) == proposed
-
-    def _all_gone(self, latest: Latest) -> bool:
-        urls = [self.url_of(member) for member in latest.members]
-        return all(url is None or is_served(url, _PROBE) is False for url in urls)
 
     def ask(self, donor: Member, url: str) -> dict[str, Any] | None:
         """Let a member save its state, and return what it says of it; None if it is gone."""
@@ -393,38 +389,33 @@ class Meeting:
         gone: set[str] = set()
         while not (members := self.members(number, attempt)):
             come = self._by_name(f"come/{number}/{attempt}")
-            latest = self.latest()
-            expected = {m.name for m in latest.members} if latest is not None else set()
-            expected |= self._by_name(f"new/{number}").keys()
-            missing = expected - gone - come.keys()
+            expected = self._known(number)
+            missing = expected.keys() - gone - come.keys()
             waited = time.monotonic() - began
             if missing and waited < self._wait / 2:
                 if waited > _PROBE:
-                    gone |= self._gone(missing, number)
+                    gone |= {name for name in missing if self._answers(expected[name]) is False}
                 time.sleep(_POLL)
                 continue
             here = sorted(come.values())
             self.store.propose(f"members/{number}/{attempt}", ",".join(map(str, here)))
         if self._name not in {m.name for m in members}:
-            if not any(self._url_answers(m) for m in members):  # nobody is left to conclude it
+            if not any(self._answers(m) for m in members):  # nobody is left to conclude it
                 self.store.propose(f"outcome/{number}/{attempt}", _DOES_NOT_COUNT)
             return None
         return Round(number, attempt, members, time.monotonic() - began)
 
-    def _url_answers(self, member: Member) -> bool:
+    def _answers(self, member: Member) -> bool | None:
         url = self.url_of(member)
-        return bool(url and is_served(url, _PROBE))
+        return False if url is None else is_served(url, _PROBE)
+
+    def _known(self, number: int) -> dict[str, Member]:
+        """Members of the last round, and who was announced for one, by name."""
+        latest = self.latest() or Latest(0, ())
+        return {m.name: m for m in latest.members} | self._by_name(f"new/{number}")
 
     def _by_name(self, key: str) -> dict[str, Member]:
         return {m.name: m for m in map(Member.read, self.store.list(key))}
-
-    def _gone(self, names: set[str], number: int) -> set[str]:
-        """Those whose processes have ended."""
-        latest = self.latest() or Latest(0, ())
-        known = {m.name: m for m in latest.members}
-        known |= self._by_name(f"new/{number}")
-        urls = {name: self.url_of(known[name]) for name in names if name in known}
-        return {n for n, url in urls.items() if url is None or is_served(url, _PROBE) is False}
 
     def conclude(self, taken: Round, arrived: bool) -> bool:
         """Say whether everything has arrived here, and return whether the round counts."""

@@ -8,7 +8,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -113,7 +113,7 @@ class PatientStore:
         self._call(lambda store: store.delete_key(key))
 
 
-def _connections(addresses: set[object], port: int) -> Iterator[socket.socket]:
+def _connections(addresses: Collection[object], port: int) -> Iterator[socket.socket]:
     """Connections of this process to the store, for which torch has no name."""
     for number in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # it is closed meanwhile, or is not connected
@@ -125,7 +125,7 @@ def _connections(addresses: set[object], port: int) -> Iterator[socket.socket]:
                     yield found
 
 
-def _bound_reads(addresses: set[object], port: int) -> None:
+def _bound_reads(addresses: Collection[object], port: int) -> None:
     """Let reads end in time: a cut connection would keep its thread, which aborts at the exit."""
     limit = struct.pack("ll", *divmod(int(_OPERATION * 1e6), 1_000_000))
     for found in _connections(addresses, port):
@@ -133,7 +133,7 @@ def _bound_reads(addresses: set[object], port: int) -> None:
 
 
 @contextmanager
-def _cutting_unbounded(addresses: set[object], port: int, seconds: float) -> Iterator[None]:
+def _cutting_unbounded(addresses: Collection[object], port: int, seconds: float) -> Iterator[None]:
     """Again and again end connections that take too long to make: torch waits for ever."""
     made = threading.Event()
 

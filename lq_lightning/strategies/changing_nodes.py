@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from lq_lightning.__about__ import __version__
 from lq_lightning._compat.lightning import restore_from
 from lq_lightning.checkpoint.checkpointer import ALL_RANKS
 from lq_lightning.data_parallel.config import split_address
@@ -130,7 +129,6 @@ class ChangingNodes(ReplicaGroups):
         self._meeting.enter()
         options = ("every", "outer_lr", "outer_momentum", "bits", "error_feedback", "max_nodes")
         others = {
-            "lq_lightning": __version__,
             "ranks per node": self._topology().world_size,
             "PL_GLOBAL_SEED": os.environ.get("PL_GLOBAL_SEED"),  # by which loaders divide the data
         }
@@ -259,7 +257,8 @@ class ChangingNodes(ReplicaGroups):
         part = batches.sampler if isinstance(batches, BatchSampler) else None
         grows = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if self._trainer.training and not grows and isinstance(part, DistributedSampler):
-            self._parts, facts = self._parts + 1, {"samples to divide": len(part.dataset)}
+            self._parts += 1
+            facts = {"samples to divide": len(part.dataset)}  # type: ignore[arg-type]
             on_first(lambda: self._first.agree_on(f"data/{self._parts}", facts))
         if skips and done and isinstance(batches, BatchSampler):
             batches.sampler = _Later(batches.sampler, done * batches.batch_size)
