@@ -393,12 +393,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         max_steps=6,
         max_epochs=-1,
     )
+    plain = trainer("auto", root, devices=1, max_steps=2)
+    plain.fit(Counter(), _data())
+    plain.save_checkpoint(saved := f"{root}/saved.ckpt")
     module = Counter()  # starts anew, after a node that was refused before its first round
     run.validate(module, _data(8))
-    run.fit(module, _data())
+    run.fit(module, _data(), ckpt_path=saved)
+    assert run.strategy._groups._steps == 6  # type: ignore[attr-defined]
     torch.testing.assert_close(module.weight.data, torch.full((2, 40), -6 * LR))
     run.validate(module, _data(8))
-    with pytest.raises(RuntimeError, match="has ended with round 5"):
+    with pytest.raises(RuntimeError, match="has ended with round 4"):
         fit(_options(address, **exact))
     with pytest.raises(ValueError, match="has every 6, but the nodes that it would join have 5"):
         fit(_options(address, **exact, every=6))
