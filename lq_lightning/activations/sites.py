@@ -374,7 +374,8 @@ class NormSite(Site):
                 return self.original(module, *args, **kwargs)
             x, weight = local(x), local(weight, layout.weight)
             bias, ranks = local(bias, layout.bias), given.device_mesh.size()
-            setattr(x, ORIGIN, getattr(given, ORIGIN, x))  # has the gradient of all its readers
+            if (origin := getattr(given, ORIGIN, None)) is not None:
+                setattr(x, ORIGIN, origin)  # has the gradient of all its readers
         format = self.format(x.shape[-1])
         # FSDP2 frees the parameters of a norm before the backward of a linear layer in another unit
         copies = is_sharded(module)

@@ -19,6 +19,7 @@ What depends on values (experts by routing, data-dependent shapes) cannot be sim
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ class _Marks(Callback):
         recorder, trace = self._recorder, self._recorder.trace
         recorder.phase = phase
         if name == "batch":
+            gc.collect()
             recorder.begin_batch(more[0])
         if phase == "other":
             recorder.join()
@@ -165,7 +167,8 @@ def simulate_fit(
         trainer, module, data = build(overrides)
         compat.stay_in_process(trainer)
         trace.microbatches = trainer.accumulate_grad_batches
-        trainer.fit(module, data)
+        with _collecting_between_batches():
+            trainer.fit(module, data)
         recorder.close()
     if trace.steps < steps:
         raise SimulationError(
@@ -173,6 +176,18 @@ def simulate_fit(
             "batches, or a callback stopped it."
         )
     return trace
+
+
+@contextmanager
+def _collecting_between_batches() -> Iterator[None]:
+    """Free cycles of tensors at the same moments in every simulation, so that plans are equal."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _everywhere(replacements: Mapping[Any, Any]) -> Iterator[tuple[Any, str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -341,13 +342,27 @@ def _measured(rank: int, mesh: DeviceMesh) -> None:
     assert kept[1] == {"norm1": half, **attention, "norm2": half, "mlp": (64, 65536, 4608)}
 
 
+def _freed(rank: int, mesh: DeviceMesh) -> None:
+    """No tensor waits for the garbage collector, which on a GPU may come gigabytes later."""
+    block = _Case(rank, mesh, LlamaBlock, "tokens").parallel("agoq")
+    states = distribute_tensor(torch.randn(2, 8, WIDTH, requires_grad=True), mesh, [Shard(1)])
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    block.norm1(states * 2).sum().backward()  # a DTensor that was none before, as between layers
+    gc.collect()
+    gc.set_debug(0)
+    waited = [tuple(x.shape) for x in gc.garbage if isinstance(x, Tensor)]
+    gc.garbage.clear()
+    assert not waited
+
+
 def _ranks(rank: int, world: int) -> None:
     mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("tensor_parallel",))
     with pytest.MonkeyPatch.context() as monkeypatch:
         gathers = _count_gathers(monkeypatch)
         for check in (_blocks, _graphs, _uneven):
             check(rank, mesh, gathers)
-    for part in (_bytes, _changes, _sharded, _compiled, _layouts, _measured):
+    for part in (_bytes, _changes, _sharded, _compiled, _layouts, _measured, _freed):
         part(rank, mesh)
 
 
