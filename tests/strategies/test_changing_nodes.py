@@ -19,6 +19,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
+    LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -431,6 +432,7 @@ def _on_a_gpu(rank: int, world_size: int, address: str, root: str) -> dict[str, 
         max_steps=400,
         max_epochs=-1,
         precision="bf16-true",
+        callbacks=[LambdaCallback(on_train_batch_end=lambda *unused: time.sleep(0.04))],
     )
-    run.fit(module, loader(4000))
+    run.fit(module, loader(4000))  # for 16 s, in which the other one starts and joins
     return {name: value.cpu() for name, value in module.state_dict().items()}
