@@ -35,7 +35,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -79,6 +79,11 @@ class Member(NamedTuple):
         return cls(int(seat), name, *map(int, counts))
 
 
+def is_last(members: Iterable[Member]) -> bool:
+    """Whether the run ends with a round of these members: they agree on each other, so all know."""
+    return any(member.ends for member in members)
+
+
 class Round(NamedTuple):
     """An attempt at a round, with its members in the order of their seats."""
 
@@ -92,22 +97,12 @@ class Round(NamedTuple):
         """Members that have taken a step, over whose progress the mean is."""
         return sum(member.taken > 0 for member in self.members)
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the run ends with it: all members know, since they agree on each other."""
-        return any(member.ends for member in self.members)
-
 
 class Latest(NamedTuple):
     """The last round that counts; 0 is the start of the run, of the node that started it."""
 
     number: int
     members: tuple[Member, ...]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the run has ended with it."""
-        return any(member.ends for member in self.members)
 
     def __str__(self) -> str:
         """Write it for :meth:`read`."""
@@ -233,7 +228,7 @@ class Meeting:
         deadline, first = time.monotonic() + self._wait, self.latest()
         while True:
             latest = self.latest()
-            if latest is not None and latest.is_last:
+            if latest is not None and is_last(latest.members):
                 raise RuntimeError(
                     f"the run at this meeting point has ended with round {latest.number}. For "
                     "another run start another `lq-lightning meet`."

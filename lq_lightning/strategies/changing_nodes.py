@@ -28,7 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 from lq_lightning._compat.lightning import restore_from
 from lq_lightning.checkpoint.checkpointer import ALL_RANKS
 from lq_lightning.data_parallel.config import split_address
-from lq_lightning.data_parallel.meeting import Meeting, Round
+from lq_lightning.data_parallel.meeting import Meeting, Round, is_last
 from lq_lightning.data_parallel.patient_store import PatientStore
 from lq_lightning.data_parallel.rounds import Arrived, LostNodeError, RoundOptimizer
 from lq_lightning.foundation.checks import counted
@@ -195,9 +195,16 @@ class ChangingNodes(ReplicaGroups):
         )
         self._votes = MaxReduction(device, torch.int64)
         self._steps, self._parts, self._has_ended = 0, 0, False
-        facts: dict[str, object] = {n: p.dtype for p, n in names.items()}
+        groups = {
+            p: f"group {index} of {type(optimizer).__name__} {number}"
+            for number, optimizer in enumerate(trainer.optimizers)
+            for index, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        facts: dict[str, object] = {
+            n: f"{p.dtype} in {groups.get(p, 'no optimizer')}" for p, n in names.items()
+        }
         facts["min_quantized_numel"] = self._min_quantized_numel
-        facts["optimizers"] = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         on_first(lambda: self._first.agree_on("model", facts))
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [c for c in callbacks if not isinstance(c, _Rounds)]
@@ -344,7 +351,7 @@ class ChangingNodes(ReplicaGroups):
             self._first.listen(outer.number)
         self._report(taken, outer.sent_nbytes - sent, time.monotonic() - began)
         self._keep_up(max(member.step for member in taken.members))
-        if taken.is_last:
+        if is_last(taken.members):
             self._has_ended = True
             self._stop()
 
@@ -403,8 +410,8 @@ class ChangingNodes(ReplicaGroups):
         latest = meeting.latest()
         members = meeting.members(number, attempt)
         known = {m.seat: m for m in (*members, *(latest.members if latest else ()))}.values()
-        last = latest.number if latest is not None and latest.is_last else 0
-        last = number if any(m.ends for m in members) else last
+        last = latest.number if latest is not None and is_last(latest.members) else 0
+        last = number if is_last(members) else last
         if meeting.counts(number, attempt) and not any(m.taken for m in members):
             return attempt, None, last
         return attempt, [u for m in known if (u := meeting.url_of(m))], last

@@ -14,7 +14,7 @@ import pytest
 
 from lq_lightning.data_parallel import meeting, patient_store
 from lq_lightning.data_parallel.config import split_address
-from lq_lightning.data_parallel.meeting import Latest, Meeting, Member, Round
+from lq_lightning.data_parallel.meeting import Latest, Meeting, Member, Round, is_last
 from lq_lightning.data_parallel.patient_store import PatientStore, keep_meeting_point
 
 WAIT = 2.0
@@ -209,7 +209,7 @@ def test_all_come(nodes: Nodes) -> None:
     members = (Member(0, names[0], 7, 2), Member(1, names[1], 6, 0), Member(2, names[2], 5, 1))
     assert first[:3] == second[:3] == third[:3] == (1, 0, members)
     assert first.learned == 2
-    assert not first.is_last
+    assert not is_last(first.members)
     assert _conclude([first, second, third], *many) == [True] * 3
     assert many[2].latest() == Latest(1, members)
     assert many[0].attempts(1) == (0, True)
@@ -296,7 +296,7 @@ def test_the_end_is_known_to_all_members(nodes: Nodes) -> None:
         lambda: second.gather(1, 0, 0, ends=True),
         lambda: third.gather(1, 0, 1),
     )
-    assert [t.is_last for t in taken] == [True] * 3
+    assert [is_last(t.members) for t in taken] == [True] * 3
     assert third.start_or_find()  # it does not count
     assert _conclude(taken, first, second, third) == [True] * 3
     with pytest.raises(RuntimeError, match="has ended with round 1"):

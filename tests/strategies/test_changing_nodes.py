@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -357,6 +358,12 @@ def test_nodes_of_two_ranks(tmp_path: Path) -> None:
 # --- what is refused -----------------------------------------------------------------------------
 
 
+def _model(group: int, optimizer: str) -> str:
+    """Facts of a node that has `Counter.other` elsewhere, in JSON."""
+    other = repr(f"torch.float32 in group {group} of {optimizer}")
+    return json.dumps({"min_quantized_numel": "4096", "other": other})
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     """Several nodes in a run, other options, another model, and a run that has ended."""
     point = keep_meeting_point(0)
@@ -375,7 +382,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert not store.has("seat/0")
     for what, other, message in (
         ("shapes", '{"weight": "(2, 40)"}', r"has other \(3,\), but the nodes .* need the same"),
-        ("model", '{"optimizers": "[\'Adam\']"}', "has min_quantized_numel 4096, but .* have None"),
+        ("model", "{}", "has min_quantized_numel 4096, but .* have None"),
+        ("model", _model(0, "SGD 0"), r"has other .*group 1 of SGD 0.* have .*group 0 of SGD 0"),
+        ("model", _model(1, "Adam 0"), r"has other .*group 1 of SGD 0.* have .*group 1 of Adam 0"),
         ("data/1", '{"samples to divide": "7"}', "has samples to divide 6000, but .* have 7: all"),
     ):
         store.write(f"facts/{what}", other)
@@ -403,7 +412,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert run.strategy._groups._steps == 6  # type: ignore[attr-defined]
     torch.testing.assert_close(module.weight.data, torch.full((2, 40), -6 * LR))
     run.validate(module, _data(8))
-    with pytest.raises(RuntimeError, match="has ended with round 4"):
+    with pytest.raises(RuntimeError, match="has ended with round 6"):
         fit(_options(address, **exact))
     with pytest.raises(ValueError, match="has every 6, but the nodes that it would join have 5"):
         fit(_options(address, **exact, every=6))
