@@ -15,8 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
-from lq_lightning.foundation.checks import check_choice, is_number
-from lq_lightning.foundation.checks import check_count as check_count
+from lq_lightning.foundation.checks import check_choice, check_count, is_number
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 

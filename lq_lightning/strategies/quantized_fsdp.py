@@ -20,10 +20,11 @@ from lq_lightning.data_parallel import (
     Topology,
     WeightQuantization,
 )
+from lq_lightning.foundation.checks import check_count
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.strategies.changing_nodes import ChangingNodes
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
-from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
+from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions
 from lq_lightning.strategies.replica_groups import ReplicaGroups
 
 
