@@ -153,12 +153,10 @@ LOCAL: dict[str, Plan] = {
     "local, momentum 0.9": _local(outer_momentum=0.9),
     "local 8": _local(every=8),
     "local 8, mean": _local(every=8, **_MEAN),
-    "local, mean, 2 bits, feedback": _local(**_MEAN, **_TWO),
     # To be compared with "muon8".
     "muon8, local": _local("muon8"),
     "muon8, local, fp32": _local("muon8", bits=None),
     "muon8, local, 2 bits, feedback": _local("muon8", **_TWO),
-    "muon8, local, mean, 2 bits, feedback": _local("muon8", **_MEAN, **_TWO),
     "muon8, local, fragments, delay 2, 2 bits, feedback": _local(
         "muon8", fragments=4, delay=2, **_TWO
     ),
