@@ -29,8 +29,11 @@ decoding and encoding take a few integer operations on bit patterns.
   around zero, then ever wider. n is the largest for which the first level is at most twice the
   group's smallest value: 7 octaves with 7 bits, 34 with 2.
 
-``dynamic8`` has a codebook, increasing numbers in ``[0, 1]``, times the scale: the largest
-magnitude, rounded up to bf16 if signed and to a power of two if not, which seldom changes.
+``dynamic8`` and ``int8`` have a codebook, increasing numbers in ``[0, 1]``, times the scale: the
+largest magnitude, rounded up to bf16 if signed and to a power of two if not, which seldom changes.
+The codebook of ``int8``, for signed states only, is even. Its codes from ``NEAREST_FROM`` on go to
+the nearer level, with half the squared error of chance: a step of ``momentum <= 0.98`` takes more
+than half a level from each, so that none stays where it is without a gradient.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ MOST_MANTISSA_BITS = 7
 LEAST_MANTISSA_BITS = 2
 SIGNED_CODES = 127
 UNSIGNED_CODES = 255
+NEAREST_FROM = 32
 
 # Bit patterns of the smallest normal number and of the largest scale, 2**126, whose reciprocal is
 # normal too.
@@ -86,7 +90,7 @@ class StateFormat:
     @property
     def has_codebook(self) -> bool:
         """Whether the levels of all groups are those of a codebook."""
-        return self.name == "dynamic8"
+        return self.name in ("dynamic8", "int8")
 
     @property
     def num_levels(self) -> int:
@@ -106,19 +110,24 @@ class StateFormat:
         return 1.0 + constants * groups_per_row(length) / length
 
 
-FORMATS: tuple[str, ...] = ("expanded_fp8", "dynamic8", "float32")
+FORMATS: tuple[str, ...] = ("expanded_fp8", "dynamic8", "int8", "float32")
 
 
 @lru_cache(maxsize=32)
 def state_format(name: str, signed: bool) -> StateFormat:
     """Return a format by its name.
 
-    ``expanded_fp8`` is FP8 with a dynamic range by group, ``dynamic8`` the dynamic map, and
-    ``float32`` no codes. Another name raises ``ValueError``.
+    ``expanded_fp8`` is FP8 with a dynamic range by group, ``dynamic8`` the dynamic map, ``int8``
+    even, and ``float32`` no codes. Another name raises ``ValueError``, as does ``int8`` unsigned.
     """
     if name not in FORMATS:
         raise ValueError(
             f"state format {name!r} is not known; allowed: {', '.join(FORMATS)}. Choose one."
+        )
+    if name == "int8" and not signed:
+        raise ValueError(
+            "state format 'int8' has signs, and would store small second moments too large: choose "
+            "'expanded_fp8' or 'dynamic8'."
         )
     return StateFormat(name, signed)
 
@@ -135,7 +144,7 @@ def groups_per_row(length: int) -> int:
 
 @lru_cache(maxsize=32)
 def codebook(fmt: StateFormat, device: torch.device) -> Tensor:
-    """Return the levels of ``dynamic8``: zero, parts of seven decades, and one.
+    """Return the levels of ``int8``, or of ``dynamic8``: zero, parts of seven decades, and one.
 
     Each decade is cut evenly in twice as many parts as the one below.
 
@@ -147,6 +156,9 @@ def codebook(fmt: StateFormat, device: torch.device) -> Tensor:
     """
     if not fmt.has_codebook:
         raise AssertionError(f"{fmt} has no codebook")
+    if fmt.name == "int8":
+        even = torch.arange(fmt.num_levels, dtype=torch.float64, device=_CPU) / SIGNED_CODES
+        return torch.cat([even, -even]).float().to(device)
     found = [0.0]
     for decade in range(7):
         parts = 2 ** (decade if fmt.signed else decade + 1)

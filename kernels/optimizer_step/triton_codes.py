@@ -30,6 +30,7 @@ from lq_lightning.kernels.optimizer_step.formats import (
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
     MOST_MANTISSA_BITS,
+    NEAREST_FROM,
     SIGNED_CODES,
     SMALLEST_BITS,
     UNSIGNED_CODES,
@@ -113,6 +114,7 @@ _WIDEST_SPANS = tl.constexpr(widest_spans())
 _LEAST_SHIFT = tl.constexpr(23 - MOST_MANTISSA_BITS)
 _MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
 _LEAST_NOISE = tl.constexpr(LEAST_NOISE)
+_NEAREST_FROM = tl.constexpr(NEAREST_FROM)
 # Below every level but zero, in units of the scale, and with a logarithm.
 _LEAST_RATIO = tl.constexpr(2.0**-23)
 # Adding it rounds an fp32 of small magnitude to an integer, which is then in the low bits.
@@ -308,16 +310,19 @@ def _level_below(ratio, FORMAT: tl.constexpr):
 
     More by ``_ROUNDER_BITS``, of which the low byte is zero.
     """
-    # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
-    # (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the number of a
-    # decade's first level is P, less one without signs. A ratio just above a power of ten may count
-    # for the decade below: the level below it is the same.
-    WIDER: tl.constexpr = 0 if FORMAT.signed else 1
-    decade = tl.fma(log2(ratio), _LOG10_2, 6.499) + _ROUNDER
-    parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
-    decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
-    z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
-    z = tl.fma(ratio, exp2(decade), z)
+    if FORMAT.name == "int8":
+        z = tl.fma(ratio, _SIGNED_CODES, -0.5)
+    else:
+        # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
+        # (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the number
+        # of a decade's first level is P, less one without signs. A ratio just above a power of ten
+        # may count for the decade below: the level below it is the same.
+        WIDER: tl.constexpr = 0 if FORMAT.signed else 1
+        decade = tl.fma(log2(ratio), _LOG10_2, 6.499) + _ROUNDER
+        parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
+        decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
+        z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
+        z = tl.fma(ratio, exp2(decade), z)
     # Rounded half a level below what is meant, which never ends below zero.
     LAST: tl.constexpr = FORMAT.num_levels - 2
     z = tl.minimum(z, LAST) + _ROUNDER
@@ -337,6 +342,8 @@ def _level_codes(bits, scale_bits, special, levels, noise, FORMAT: tl.constexpr)
         low, high = _two_levels(number, levels)
         low = low * scale
         chance = tl.maximum(chance, tl.where(number == _ROUNDER_BITS, 0.5, _LEAST_NOISE))
+        if FORMAT.name == "int8":
+            chance = tl.where(number >= _ROUNDER_BITS + _NEAREST_FROM, 0.5, chance)
         codes = number + (chance * (high * scale - low) < size - low).to(tl.int32)
     else:
         # The scale is a power of two: exact. What is raised is still below the first level above

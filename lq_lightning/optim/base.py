@@ -32,7 +32,7 @@ from lq_lightning.kernels.optimizer_step.op import (
     prepare,
 )
 
-from .config import STAMP, OptimizerQuantization, reason_for_full_precision
+from .config import STAMP, OptimizerQuantization, check_stamp, reason_for_full_precision
 from .state import (
     STEP,
     DeferredState,
@@ -268,7 +268,7 @@ class QuantizedOptimizer(Optimizer):
         self._step_supports_amp_scaling = False  # a GradScaler unscales before the step
         self.defaults[STAMP] = config.stamp
         for group in self.param_groups:
-            group[STAMP] = config.stamp
+            group[STAMP] = self._stamp(group)
         for param, entry in list(self.state.items()):
             self.state[param] = self._adopt(param, entry)
 
@@ -280,6 +280,8 @@ class QuantizedOptimizer(Optimizer):
         except ValueError:
             self.param_groups.pop()  # so that its parameters can be in another one
             raise
+        if STAMP in self.defaults:
+            self.param_groups[-1][STAMP] = self._stamp(self.param_groups[-1])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle or copy keeps."""
@@ -292,12 +294,16 @@ class QuantizedOptimizer(Optimizer):
         entries = state.get("state") or {}
         deferred = {p: value for p, value in entries.items() if isinstance(value, DeferredState)}
         if deferred:
-            check_saved(state["param_groups"], deferred, self.quantization_config)
+            stamps = [self._stamp(group) for group in self.param_groups]
+            check_saved(state["param_groups"], deferred, stamps)
             adopted = {param: self._adopt(param, value.entry) for param, value in deferred.items()}
             state = {**state, "state": defaultdict(dict, {**entries, **adopted})}
-            for group in state["param_groups"]:
-                group[STAMP] = self.quantization_config.stamp
         super().__setstate__(state)
+        for group in self.param_groups:
+            own = self._stamp(group)
+            if entries and not deferred:  # a pickle, maybe of another version
+                check_stamp(group.get(STAMP, own), own)
+            group[STAMP] = own
 
     def reason_for_full_precision(self, param: Tensor) -> str | None:
         """Return why the states of a parameter stay in fp32, or None if they are quantized."""
@@ -323,6 +329,10 @@ class QuantizedOptimizer(Optimizer):
     def _formats(self, group: Mapping[str, Any]) -> dict[str, StateFormat]:
         names = self._states_of(group)
         return dict(zip(names, self.quantization_config.formats(len(names)), strict=True))
+
+    def _stamp(self, group: Mapping[str, Any]) -> str:
+        """Name of the codes of a group's states in checkpoints."""
+        return self.quantization_config.stamp
 
     # --- step -------------------------------------------------------------------------------------
 

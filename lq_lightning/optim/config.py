@@ -17,6 +17,7 @@ StateCode = Literal["expanded_fp8", "dynamic8", "float32"]
 
 FORMAT_VERSION = 2
 STAMP = "quantization"  # key in parameter groups
+MOMENTUM_STAMP = f"{FORMAT_VERSION}/int8"  # of groups of Muon whose momentum is quantized
 # With shorter rows, two states with three bytes of constants per group would take more than 2.2
 # bytes per parameter.
 MIN_ROW_LENGTH = 32
@@ -34,7 +35,7 @@ class OptimizerQuantization:
         first_moment: Format of ``exp_avg`` (AdamW, Adam, Lion) and of SGD's ``momentum_buffer``.
             ``"expanded_fp8"`` is FP8 with a dynamic range for every group, as in COAT;
             ``"dynamic8"`` the dynamic map of 8-bit optimizers (Dettmers et al.); ``"float32"``
-            stores no codes.
+            stores no codes. Muon's momentum is in ``"int8"`` instead of either.
         second_moment: Format of ``exp_avg_sq``.
         min_numel: Parameters with fewer elements, counted before sharding, keep fp32 states.
         quantize_embeddings: Whether to quantize the states of embedding weights too. They are known
@@ -83,20 +84,28 @@ class OptimizerQuantization:
         return f"{FORMAT_VERSION}/{self.first_moment}/{self.second_moment}"
 
 
-def check_stamp(saved: str, config: OptimizerQuantization) -> None:
-    """Raise ``ValueError`` for codes of a checkpoint in another version or format."""
+def check_stamp(saved: str, own: str) -> None:
+    """Raise ``ValueError`` for codes of a checkpoint in another version or format.
+
+    Args:
+        saved: Stamp of a saved group.
+        own: Stamp of the group that is to take it.
+    """
     version, *formats = saved.split("/")
     known = get_args(StateCode)
-    if version != str(FORMAT_VERSION) or not set(formats) <= {*known}:
+    readable = version == str(FORMAT_VERSION) and set(formats) <= {*known}
+    if own == MOMENTUM_STAMP and formats[0] != "float32":
+        readable = False  # no other codes of a momentum
+    if saved != own and saved != MOMENTUM_STAMP and not readable:
         raise ValueError(
             f"the optimizer state was saved in quantization format {saved!r}; this version of "
             f"lq_lightning reads version {FORMAT_VERSION} of {', '.join(known)}. Load it with the "
             "version that saved it, and save `full_precision_state_dict()` there."
         )
-    if saved != config.stamp:
+    if saved != own:
         raise ValueError(
             f"the optimizer state was saved in quantization format {saved!r}, but the optimizer "
-            f"uses {config.stamp!r}. Use the same formats, or load it with those first, and then "
+            f"uses {own!r}. Use the same formats, or load it with those first, and then "
             "load `full_precision_state_dict()` of that optimizer into this one."
         )
 

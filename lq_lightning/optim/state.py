@@ -31,7 +31,7 @@ from lq_lightning.kernels.optimizer_step.formats import (
 )
 from lq_lightning.kernels.optimizer_step.reference import State, decode_state, encode_state
 
-from .config import STAMP, OptimizerQuantization, check_stamp
+from .config import STAMP, check_stamp
 
 CODES, SCALE, EXPONENT = "_codes", "_scale", "_exponent"
 _PART_DTYPES = {CODES: torch.uint8, SCALE: torch.bfloat16, EXPONENT: torch.uint8}
@@ -190,12 +190,15 @@ def defer_entries(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 def check_saved(
     groups: Sequence[Mapping[str, Any]],
     entries: Mapping[Any, DeferredState],
-    config: OptimizerQuantization,
+    stamps: Sequence[str],
 ) -> None:
-    """Raise ``ValueError`` for saved codes of another version or format, or an unnamed one."""
-    for group in groups:
+    """Raise ``ValueError`` for saved codes of another version or format, or an unnamed one.
+
+    ``stamps`` are those of the optimizer's own groups.
+    """
+    for group, own in zip(groups, stamps, strict=True):
         if STAMP in group:
-            check_stamp(group[STAMP], config)
+            check_stamp(group[STAMP], own)
             continue
         saved = [entries[param].entry for param in group["params"] if param in entries]
         if any(is_part(key) for entry in saved for key in entry):

@@ -29,6 +29,7 @@ from lq_lightning.optim import (
     quantize_optimizer,
     refuse_codes,
 )
+from lq_lightning.optim.config import STAMP
 from lq_lightning.plugins.precision import FullyShardedPrecision, PrecisionName
 
 __all__ = ["QuantizedPrecision"]
@@ -55,7 +56,7 @@ class QuantizedPrecision(FullyShardedPrecision):
         optimizer_state: ``"expanded_fp8"`` is FP8 with dynamic range expansion (COAT §4), at most
             2.2 bytes per parameter; ``"dynamic8"`` the 8-bit dynamic map; ``"none"`` leaves
             the optimizers alone. The second moment has the same format. Or a full
-            ``OptimizerQuantization``.
+            ``OptimizerQuantization``. Muon's momentum is in ``"int8"`` with either.
         gradient_buffer: ``"int8"`` has a scale per 32 values, 1.125 bytes per parameter;
             ``"fp8_e4m3"`` is the code of AGoQ §5; ``"none"`` accumulates in full precision. Or a
             ``CodecSpec``. Only used with automatic optimization and gradient accumulation.
@@ -156,10 +157,11 @@ class QuantizedPrecision(FullyShardedPrecision):
         nbytes = sum(entry.nbytes for entry in plan)
         counts = Counter(entry.reason for entry in kept)
         reasons = ", ".join(f"{count} ({reason})" for reason, count in counts.most_common())
+        codes = " and ".join({group[STAMP].partition("/")[2]: None for group in twin.param_groups})
         rank_zero_info(
             f"{type(twin).__name__}: states of {len(plan) - len(kept)} of {len(plan)} tensors are "
-            f"{config.first_moment}/{config.second_moment} codes, {nbytes / 2**20:.1f} MiB before "
-            "sharding" + (f"; in fp32: {reasons}" if kept else "")
+            f"{codes} codes, {nbytes / 2**20:.1f} MiB before sharding"
+            + (f"; in fp32: {reasons}" if kept else "")
         )
 
     @staticmethod

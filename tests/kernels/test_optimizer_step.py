@@ -34,8 +34,8 @@ SCALARS = [0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 1e-2]
 
 
 def formats(rule: str, name: str) -> list[StateFormat]:
-    first = state_format(name, signed=True)
-    return [first, state_format(name, signed=False)] if rule.startswith("adam") else [first]
+    first, other = state_format(name, signed=True), "dynamic8" if name == "int8" else name
+    return [first, state_format(other, signed=False)] if rule.startswith("adam") else [first]
 
 
 def zeros(shape: tuple[int, ...], fmt: StateFormat, device: torch.device | str) -> State:

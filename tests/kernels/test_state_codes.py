@@ -12,6 +12,7 @@ from torch import Tensor
 from lq_lightning.kernels.optimizer_step.formats import (
     FORMATS,
     GROUP_SIZE,
+    NEAREST_FROM,
     StateFormat,
     level_pairs,
     state_format,
@@ -31,7 +32,9 @@ from lq_lightning.kernels.optimizer_step.triton_codes import (
     nearby_levels,
 )
 
-QUANTIZED = [name for name in FORMATS if name != "float32"]
+QUANTIZED = [name for name in FORMATS if name not in ("float32", "int8")]
+SIGNED_AND_UNSIGNED = [(name, signed) for name in QUANTIZED for signed in (True, False)]
+EVERY = [*SIGNED_AND_UNSIGNED, ("int8", True)]
 CPU = torch.device("cpu")
 
 
@@ -51,7 +54,7 @@ def wide(octaves: float) -> Tensor:
 
 
 @pytest.mark.parametrize("octaves", [0.5, 6.0, 15.0, 30.0])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", [*QUANTIZED, "int8"])
 def test_signed_codes_keep_the_mean(name: str, octaves: float) -> None:
     fmt = state_format(name, signed=True)
     x = wide(octaves) * (1 - 2 * (torch.arange(128) % 2))
@@ -61,6 +64,11 @@ def test_signed_codes_keep_the_mean(name: str, octaves: float) -> None:
     kept = low * high > 0  # codebooks make less than half their smallest level zero
     if name == "expanded_fp8":
         kept[:] = True
+    if name == "int8":
+        kept &= x.abs() < NEAREST_FROM / 127
+        assert not (high - low)[x.abs() >= (NEAREST_FROM + 1) / 127].any()
+        if not kept.any():
+            return
     error = ((mean - x) / gap)[kept]
     assert error.abs().max() < 0.03  # 5 standard deviations of half a gap
     assert error.mean().abs() < 0.004
@@ -102,6 +110,31 @@ def test_error_of_one_rounding(sigma: float) -> None:
     assert bound / 2 < error.square().mean().sqrt() < bound
 
 
+def test_even_levels_have_the_least_error_of_noise() -> None:
+    x = torch.randn(256, 128)
+    errors = [
+        (round_trip(x, state_format(name, signed=True)) - x).square().mean().sqrt().item()
+        for name in ("int8", "expanded_fp8", "dynamic8")
+    ]
+    assert 0.0075 < errors[0] < 0.009 < 0.65 * min(errors[1:])
+
+
+def test_a_momentum_without_gradients_ends() -> None:
+    """Also where the largest of its group stays, and every step is less than a level."""
+    fmt = state_format("int8", signed=True)
+    x = torch.linspace(-1, 1, 128)[None]
+    x[0, 0] = 1
+    for step in range(1200):
+        x[0, 1:] *= 0.98
+        x = round_trip(x, fmt, step)
+    assert torch.equal(x.nonzero(), torch.tensor([[0, 0]]))
+
+
+def test_int8_is_signed() -> None:
+    with pytest.raises(ValueError, match="'int8' has signs"):
+        state_format("int8", signed=False)
+
+
 # --- what never happens ---------------------------------------------------------------------------
 
 
@@ -134,8 +167,7 @@ def test_constant_groups_and_single_elements(value: float, signed: bool) -> None
         torch.testing.assert_close(round_trip(x, fmt), x, rtol=1 / 64, atol=0)
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "signed"), EVERY)
 def test_zeros_and_broken_groups(name: str, signed: bool) -> None:
     fmt = state_format(name, signed)
     x = torch.randn(5, 128)
@@ -276,14 +308,12 @@ def check(name: str, signed: bool, groups: int, device: torch.device) -> None:
 
 @skip_old_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "signed"), EVERY)
 def test_codes_near_levels(name: str, signed: bool, device: torch.device) -> None:
     check(name, signed, 64, device)
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "signed"), EVERY)
 def test_many_codes_near_levels(name: str, signed: bool) -> None:
     check(name, signed, 1 << 16, torch.device("cuda"))

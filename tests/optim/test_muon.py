@@ -130,7 +130,7 @@ def test_codes_stay_near_fp32(code: Any) -> None:
         exact.grad = weight.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    assert (weight - exact).norm() < 0.06 * exact.norm()
+    assert (weight - exact).norm() < 0.03 * exact.norm()
     assert optimizers[0].state[weight]["momentum_buffer_codes"].dtype == torch.uint8
 
 
@@ -408,6 +408,30 @@ def test_saved_copied_and_pickled() -> None:
         assert_equal(each, params)
     with pytest.raises(ValueError, match="quantization format"):
         QuantizedMuon(restored.values(), quantization=EXACT).load_state_dict(optimizer.state_dict())
+
+
+def test_other_codes_of_a_momentum_are_refused() -> None:
+    """Groups say their own codes, also later ones and those of a state without entries."""
+    params = {n: w.requires_grad_() for n, w in weights().items()}
+    optimizer = QuantizedMuon(params.values(), quantization=CODES)
+    fresh = copy.deepcopy(optimizer.state_dict())
+    take_steps(params, optimizer, 0, 1)
+    optimizer.add_param_group({"params": [torch.ones(8, 128).requires_grad_()]})
+    optimizer.add_param_group({"params": [torch.ones(8).requires_grad_()], "muon": False})
+    stamps = [group["quantization"] for group in optimizer.param_groups]
+    assert stamps == ["2/int8", "2/int8", "2/expanded_fp8/expanded_fp8"]
+    old = copy.deepcopy(optimizer.state_dict())
+    old["param_groups"][0]["quantization"] = stamps[2]
+    with pytest.raises(ValueError, match=r"'2/expanded_fp8/expanded_fp8'; .*version that saved it"):
+        optimizer.load_state_dict(old)
+    other = copy.deepcopy(optimizer)
+    other.param_groups[0]["quantization"] = stamps[2]
+    with pytest.raises(ValueError, match="version that saved it"):
+        pickle.loads(pickle.dumps(other))
+    empty = QuantizedMuon(weights().values(), quantization=CODES)
+    fresh["param_groups"][0]["quantization"] = stamps[2]
+    empty.load_state_dict(fresh)
+    assert empty.param_groups[0]["quantization"] == "2/int8"
 
 
 # --- ranks ----------------------------------------------------------------------------------------

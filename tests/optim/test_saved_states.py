@@ -134,7 +134,7 @@ def test_other_formats_say_so() -> None:
     other = QuantizedAdamW(model.parameters(), quantization=quantized("dynamic8"))
     with pytest.raises(ValueError, match=r"'2/expanded_fp8/expanded_fp8', but the optimizer uses"):
         other.load_state_dict(saved(optimizer))
-    for stamp in ("3/unheard_of", "1/expanded_fp8/expanded_fp8", "2/expanded_fp8/int8"):
+    for stamp in ("3/unheard_of", "1/expanded_fp8/expanded_fp8", "2/expanded_fp8/int4"):
         foreign = saved(optimizer)
         foreign["param_groups"][0]["quantization"] = stamp
         told = f"format '{stamp}'; .* reads version 2 of expanded_fp8, dynamic8, float32. Load it"
