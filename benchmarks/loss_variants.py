@@ -195,14 +195,9 @@ VARIANTS: dict[str, Plan] = {
         gradients=_gradients(replace(_INTER, group_size=32))
     ),
     "gradients, larger transform": _both(gradients=_gradients(hadamard_size=128)),
-    "gradients, NF4": _both(gradients=_gradients(**_NF4)),
     **{f"gradients, groups of {n}": _both(gradients=_gradients(group_size=n)) for n in (32, 64)},
     # As many bytes as groups of 128 with a scale of 32 bits.
     "gradients, groups of 64, short scales": _both(gradients=_gradients(**_SHORT)),
-    "gradients, NF4, groups of 64, short scales": _both(gradients=_gradients(code="nf4", **_SHORT)),
-    "gradients, NF4, short scales, vocabulary 6": _both(
-        gradients=_gradients(replace(_INTER, code="int6"), code="nf4", **_SHORT)
-    ),
     # The default before NF4, and codes between the two.
     "differences, INT4, groups of 2048": _differences(),
     "differences, short groups": _differences(group_size=128, scale_dtype="bfloat16"),

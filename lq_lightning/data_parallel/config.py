@@ -15,7 +15,6 @@ from lq_lightning.foundation.topology import Level
 PORT = 29400  # of `lq-lightning meet`
 
 WeightCode = Literal["auto", "int", FloatingCode]
-GradientCode = Literal["int", FloatingCode]
 GradientMethod = Literal["TLq-HS", "TLq", "ULq", "QuanGrad"]
 ReplicaMode = Literal["full", "node"]
 Rounding = Literal["nearest", "stochastic"]
@@ -33,16 +32,6 @@ def _check_bits(owner: str, field: str, bits: object, instead: str = "") -> None
         raise ValueError(
             f"`{owner}({field}={bits!r})` is not supported: integer codes have 2 to 8 "
             f"bits{instead}."
-        )
-
-
-def _check_code(owner: str, field: str, bits: int, codec: CodecSpec, code: str) -> None:
-    """Refuse a number of bits that a code other than integers does not have."""
-    own = codec.message_format.bits
-    if bits != own:
-        raise ValueError(
-            f"`{owner}(code={code!r}, {field}={bits})` is not supported: this code has {own} "
-            f'bits. Give `{field}={own}`, or `code="int"`.'
         )
 
 
@@ -110,7 +99,12 @@ class WeightQuantization:
                 'supported: NF4 has 4 bits and is rounded to nearest. Give `code="int"`.'
             )
         if self.code not in ("auto", "int"):
-            _check_code(owner, "bits", self.bits, self.codec(), self.code)
+            own = self.codec().message_format.bits
+            if self.bits != own:
+                raise ValueError(
+                    f"`{owner}(code={self.code!r}, bits={self.bits})` is not supported: this code "
+                    f'has {own} bits. Give `bits={own}`, or `code="int"`.'
+                )
             _check_own_groups(owner, self.code, self.group_size)
 
     def _may_be_nf4(self) -> bool:
@@ -142,12 +136,9 @@ class GradientQuantization:
             ``None`` for ``inter_bits``. ``"auto"`` is 6, or ``inter_bits`` if that is more, with
             ``"TLq-HS"`` and ``"TLq"``, and ``None`` with ``"ULq"``, where a number also applies
             within nodes (not used by ``"QuanGrad"``).
-        code: Code between nodes, ``"int"`` or another one of ``CodecSpec`` with ``inter_bits`` bits
-            (not used by ``"QuanGrad"``, nor for bits of ``vocabulary_bits``).
-        group_size: Elements that share one scale, a power of two from 16 to 4096; ``"mxfp4"`` has
-            groups of 32.
+        group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
-            larger than ``group_size``, nor than the groups of ``"mxfp4"``.
+            larger than ``group_size``.
         rounding: ``"nearest"`` has half the variance of error (``docs/accuracy.md``);
             ``"stochastic"``, as in the reference implementation, keeps the reduced gradient
             unbiased, which the paper's convergence proof needs.
@@ -157,7 +148,6 @@ class GradientQuantization:
     intra_bits: int = 8
     inter_bits: int = 4
     vocabulary_bits: int | Literal["auto"] | None = "auto"
-    code: GradientCode = "int"
     group_size: int = _DEFAULT_GROUP_SIZE
     hadamard_size: int = 32
     rounding: Rounding = "nearest"
@@ -166,7 +156,6 @@ class GradientQuantization:
         """Check every field."""
         owner = type(self).__name__
         check_choice(owner, "method", self.method, get_args(GradientMethod))
-        check_choice(owner, "code", self.code, get_args(GradientCode))
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
@@ -180,35 +169,23 @@ class GradientQuantization:
                 "not supported: the transform must divide the group. Give a `hadamard_size` of at "
                 "most `group_size`."
             )
-        if self.code != "int" and self.method != "QuanGrad":
-            own = group_size_of(self.code, self.group_size)
-            if self.method == "TLq-HS" and self.hadamard_size > own:
-                raise ValueError(
-                    f"`{owner}(code={self.code!r}, hadamard_size={self.hadamard_size})` is not "
-                    f"supported: this code has groups of {own}, which the transform must divide. "
-                    f'Give a `hadamard_size` of at most {own}, or `code="int"`.'
-                )
-            # the other methods also send integers, in groups of `group_size`
-            if self.method == "ULq" and self.vocabulary_bits in ("auto", None):
-                _check_own_groups(owner, self.code, self.group_size)
-            _check_code(owner, "inter_bits", self.inter_bits, self.codec("inter"), self.code)
 
     def codec(self, level: Level, *, vocabulary: bool = False) -> CodecSpec:
         """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``).
 
         ``vocabulary``: the one for gradients of embeddings and heads.
         """
-        name = f"int{self.inter_bits}" if self.code == "int" else self.code
+        bits = self.inter_bits
         if self.method == "QuanGrad":
-            name = "int8"
+            bits = 8
         elif level == "intra" and self.method != "ULq":
-            name = f"int{self.intra_bits}"
+            bits = self.intra_bits
         elif vocabulary and self.vocabulary_bits == "auto" and self.method in ("TLq-HS", "TLq"):
-            name = f"int{max(VOCABULARY_BITS, self.inter_bits)}"
+            bits = max(VOCABULARY_BITS, bits)
         elif vocabulary and isinstance(self.vocabulary_bits, int):
-            name = f"int{self.vocabulary_bits}"
+            bits = self.vocabulary_bits
         return named_codec(
-            name,
+            f"int{bits}",
             self.group_size,
             hadamard_size=self.hadamard_size if self.method == "TLq-HS" else 0,
             rounding=self.rounding,

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
@@ -154,12 +153,6 @@ def describe_weights(config: WeightQuantization | None) -> str:
     )
 
 
-def _named(config: GradientQuantization, codec: CodecSpec) -> str:
-    """Name of a codec, with its group size where that is not the one of the options."""
-    own = codec.group_size
-    return codec.name + ("" if own == config.group_size else f" in groups of {own}")
-
-
 def describe_gradients(
     config: GradientQuantization | None, topology: Topology, vocabulary: bool = False
 ) -> str:
@@ -169,10 +162,10 @@ def describe_gradients(
     """
     if config is None:
         return "full precision"
-    intra, inter = _named(config, config.codec("intra")), _named(config, config.codec("inter"))
+    intra, inter = config.codec("intra").code, config.codec("inter").code
     words = ""
     if vocabulary:
-        code = _named(config, config.codec("inter", vocabulary=True))
+        code = config.codec("inter", vocabulary=True).code
         words = f", {code} there for embeddings and heads"
     if topology.num_nodes == 1:
         levels = f"{intra} within the one node"

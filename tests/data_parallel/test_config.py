@@ -37,12 +37,6 @@ REFUSED: dict[type, list[tuple[dict[str, object], str]]] = {
         ({"intra_bits": 16}, "intra_bits=16"),
         ({"inter_bits": 0}, "inter_bits=0"),
         ({"rounding": "Nearest"}, r"GradientQuantization\(rounding='Nearest'\).*'nearest'"),
-        ({"code": "fp4"}, r"code='fp4'.*'int', 'nf4', 'fp4_e2m1'"),
-        ({"code": "fp8_e5m2"}, r"code='fp8_e5m2', inter_bits=4.*Give `inter_bits=8`"),
-        ({"code": "nf4", "rounding": "stochastic"}, "nf4"),
-        ({"code": "mxfp4", "inter_bits": 6}, r"code='mxfp4', inter_bits=6.*Give `inter_bits=4`"),
-        ({"code": "mxfp4", "hadamard_size": 64}, r"Gradient.*code='mxfp4', hadamard_size=64.*32"),
-        ({"code": "mxfp4", "method": "ULq", "group_size": 64}, r"code='mxfp4', group_size=64"),
         ({"hadamard_size": 24}, "hadamard_size=24.*16, 32, 64, 128"),
         ({"group_size": 16}, r"GradientQuantization\(hadamard_size=32, group_size=16\).*at most"),
         ({"group_size": 8192}, r"GradientQuantization\(group_size=8192\).*from 16 to 4096"),
@@ -109,9 +103,7 @@ def test_ablation_codecs() -> None:
     assert full.codec("inter").rounding == "nearest"
     assert (full.codec("intra").code, full.codec("inter").code) == ("int8", "int4")
     assert full.codec("intra").hadamard_size == 32
-    other = GradientQuantization(code="mxfp4")
-    assert (other.codec("intra"), other.codec("inter").group_size) == (full.codec("intra"), 32)
-    assert other.codec("inter", vocabulary=True) == full.codec("inter", vocabulary=True)
+    assert full.codec("inter", vocabulary=True).code == "int6"
     flat = GradientQuantization(method="ULq")
     assert (flat.codec("intra").code, flat.codec("inter").code) == ("int4", "int4")
     assert flat.codec("inter").hadamard_size == 0
@@ -124,12 +116,12 @@ def test_ablation_codecs() -> None:
 def test_descriptions_name_mxfp4_and_its_groups() -> None:
     weights = describe_weights(WeightQuantization(code="mxfp4"))
     assert weights == "qWD: 4-bit differences (mxfp4), nearest rounding, groups of 32, replica=full"
+
+
+def test_descriptions_name_both_levels() -> None:
     topology = Topology(world_size=4, rank=0, node_size=2)
-    gradients = describe_gradients(GradientQuantization(code="mxfp4"), topology, vocabulary=True)
-    words = "int8 within nodes of 2, mxfp4 in groups of 32 between 2 nodes, int6 there"
-    assert words in gradients
-    GradientQuantization(code="mxfp4", group_size=64)  # of the integers
-    GradientQuantization(code="mxfp4", group_size=64, method="ULq", vocabulary_bits=8)
+    gradients = describe_gradients(GradientQuantization(), topology, vocabulary=True)
+    assert "int8 within nodes of 2, int4 between 2 nodes, int6 there" in gradients
 
 
 @pytest.mark.parametrize("node_size", [0, 3, 5, -1])
