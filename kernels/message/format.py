@@ -55,15 +55,13 @@ class ScaleDtype:
 
     Attributes:
         dtype: torch's dtype.
-        significand_bits: bits of precision, the implicit one included; with 1 there is no zero.
+        significand_bits: bits of precision, the implicit one included.
         truncated: low bits of fp32 that are not stored; None for fp16, whose exponent is narrower.
-        signed: whether it can hold a minimum.
     """
 
     dtype: torch.dtype
     significand_bits: int
     truncated: int | None
-    signed: bool = True
 
     @property
     def max_value(self) -> float:
@@ -80,8 +78,6 @@ SCALES: dict[str, ScaleDtype] = {
     "float32": ScaleDtype(torch.float32, 24, 0),
     "bfloat16": ScaleDtype(torch.bfloat16, 8, 16),
     "float16": ScaleDtype(torch.float16, 11, None),
-    # OCP Microscaling Formats 1.0, E8M0: powers of two and NaN
-    "float8_e8m0fnu": ScaleDtype(torch.float8_e8m0fnu, 1, 23, signed=False),
 }
 SCALE_DTYPES: dict[str, torch.dtype] = {name: scale.dtype for name, scale in SCALES.items()}
 
@@ -150,7 +146,6 @@ CODES: dict[str, Code] = {
     "fp4_e2m1": Code("float", bits=4, mantissa_bits=1, min_exponent=0, max_value=6.0),
     "nf4": Code("table", 4, levels=_NF4_LEVELS),
     "fp8_e4m3": Code("float", bits=8, mantissa_bits=3, min_exponent=-6, max_value=448.0),
-    "fp8_e5m2": Code("float", bits=8, mantissa_bits=2, min_exponent=-14, max_value=57344.0),
 }
 
 
@@ -297,13 +292,8 @@ class MessageFormat:
 
     @property
     def smallest_share(self) -> float:
-        """Share of a group's largest magnitude from which on no value is encoded as zero.
-
-        Scales that are powers of two may be twice as large as necessary: then the smallest level
-        lies half way to zero, and fp32 could round a little below.
-        """
-        room = 1.0 + 2.0**-20 if self.scale.significand_bits == 1 else 1.0
-        return self.smallest_level / self.max_level * room
+        """Share of a group's largest magnitude from which on no value is encoded as zero."""
+        return self.smallest_level / self.max_level
 
     @property
     def min_level(self) -> float:
@@ -336,7 +326,7 @@ class MessageFormat:
 
         Together with an integer code's bits 16: rounding makes the largest level exact again, so
         that noise never carries it beyond the code. Floating-point codes have the bits of fp16 that
-        are below the code: 7 (E4M3), 8 (E5M2) or 9 (E2M1).
+        are below the code: 7 (E4M3) or 9 (E2M1).
         """
         if self.kind == "float":
             return 10 - self.mantissa_bits

@@ -156,7 +156,7 @@ def rounding_noise(
     return each.bitwise_and_((1 << noise_bits) - 1).reshape(num_rows, count)
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 # Codes that share a byte are packed and unpacked as one integer, a byte each.
 _LANES = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 _FACTORS = {

@@ -181,27 +181,19 @@ def has_float8_instructions(fmt: MessageFormat, rounds: bool) -> bool:
     return fits and bool(cuda_capability_geq(8, 9))
 
 
-@triton.constexpr_function
-def _encoding(fmt: MessageFormat) -> str:
-    name = "e4m3x2" if fmt.mantissa_bits == 3 else "e5m2x2"
-    return (
-        "{ .reg .b16 low, high; .reg .b32 first, second;"
-        f"cvt.rn.satfinite.{name}.f32 low, $2, $1; cvt.rn.satfinite.{name}.f32 high, $4, $3;"
-        # not {low, high}: see `float8_word` in `kernels/float8/triton_kernels.py`
-        "mov.b32 first, {low, 0}; mov.b32 second, {high, 0};"
-        "prmt.b32 first, first, second, 0x5410; and.b32 $0, first, $5; }"
-    )
-
-
-@triton.constexpr_function
-def _decoding(fmt: MessageFormat) -> str:
-    name = "e4m3x2" if fmt.mantissa_bits == 3 else "e5m2x2"
-    return (
-        "{ .reg .b16 low, high, a, b, c, d; .reg .b32 first, second;"
-        f"mov.b32 {{low, high}}, $4; cvt.rn.f16x2.{name} first, low;"
-        f"cvt.rn.f16x2.{name} second, high; mov.b32 {{a, b}}, first; mov.b32 {{c, d}}, second;"
-        "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
-    )
+_ENCODING = tl.constexpr(
+    "{ .reg .b16 low, high; .reg .b32 first, second;"
+    "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+    # not {low, high}: see `float8_word` in `kernels/float8/triton_kernels.py`
+    "mov.b32 first, {low, 0}; mov.b32 second, {high, 0};"
+    "prmt.b32 first, first, second, 0x5410; and.b32 $0, first, $5; }"
+)
+_DECODING = tl.constexpr(
+    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 first, second;"
+    "mov.b32 {low, high}, $4; cvt.rn.f16x2.e4m3x2 first, low;"
+    "cvt.rn.f16x2.e4m3x2 second, high; mov.b32 {a, b}, first; mov.b32 {c, d}, second;"
+    "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
+)
 
 
 @triton.jit
@@ -214,7 +206,7 @@ def _four(x):
 
 
 @triton.jit
-def float8_words(y, keep, FORMAT):
+def float8_words(y, keep):
     """Codes of a ``[GROUPS, GROUP]`` tile of fp32 as int32 of four.
 
     ``keep`` is ``[GROUPS]`` int32: -1, or 0 where codes are to be 0.
@@ -222,16 +214,16 @@ def float8_words(y, keep, FORMAT):
     BLOCK: tl.constexpr = y.shape[0] * y.shape[1]
     a, b, c, d = _four(tl.reshape(y, (BLOCK,)))
     keep, _, _, _ = _four(tl.reshape(tl.broadcast_to(keep[:, None], y.shape), (BLOCK,)))
-    ASM: tl.constexpr = _encoding(FORMAT)
-    return tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r", [a, b, c, d, keep], tl.int32, True, 1)
+    return tl.inline_asm_elementwise(
+        _ENCODING, "=r,f,f,f,f,r", [a, b, c, d, keep], tl.int32, True, 1
+    )
 
 
 @triton.jit
-def float8_levels(words, BLOCK, FORMAT):
+def float8_levels(words, BLOCK):
     """``[BLOCK]`` fp32 of the codes in ``[BLOCK // 4]`` int32."""
-    ASM: tl.constexpr = _decoding(FORMAT)
     first, second, third, fourth = tl.inline_asm_elementwise(
-        *(ASM, "=f,=f,=f,=f,r", [words]),
+        *(_DECODING, "=f,=f,=f,=f,r", [words]),
         *((tl.float32, tl.float32, tl.float32, tl.float32), True, 1),
     )
     even = tl.join(first, third)
@@ -383,7 +375,7 @@ def levels_of_words(words, second, third, int_to_float, BLOCK, FORMAT):
 def _float_levels(words, BLOCK, FORMAT):
     """Levels of four floating-point codes of 8 bits per word."""
     if has_float8_instructions(FORMAT, False):
-        levels = float8_levels(words, BLOCK, FORMAT)
+        levels = float8_levels(words, BLOCK)
     else:  # by way of a tiny exponent
         codes = tl.reshape(tl.join(words, words >> 16), (BLOCK // 4, 2))
         codes = tl.reshape(tl.join(codes, codes >> 8), (BLOCK,))

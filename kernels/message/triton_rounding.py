@@ -111,10 +111,6 @@ def scales_of_bits(bits, FORMAT):
     """fp32 values of stored integers; ``reference.load_scales``."""
     if FORMAT.scale.truncated is None:
         values = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    elif FORMAT.scale.significand_bits == 1:  # the least exponent is subnormal, the last one NaN
-        exponent = bits.to(tl.int32) & 0xFF
-        wide = tl.where(exponent == 0, 0x00400000, exponent << 23)
-        values = tl.where(exponent == 0xFF, 0x7FC00000, wide).to(tl.float32, bitcast=True)
     else:
         values = (bits.to(tl.int32) << FORMAT.scale.truncated).to(tl.float32, bitcast=True)
     return values

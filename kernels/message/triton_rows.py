@@ -164,7 +164,7 @@ def encode_tile(
         y = scaled(values, scaling, FORMAT, FULL)
         keep = tl.where(scale == scale, -1, 0)
         if has_float8_instructions(FORMAT, True):
-            a = float8_words(y, keep, FORMAT)
+            a = float8_words(y, keep)
             store_words(a, row_ptr, start, span, BLOCK, 8, FULL)
         else:
             a, b, c, d = pair_up(tl.reshape(fixed_point(y, FORMAT), (BLOCK,)), BLOCK)

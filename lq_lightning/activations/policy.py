@@ -22,15 +22,15 @@ def _named_codecs() -> dict[str, CodecSpec]:
         codecs[code] = plain
         codecs[f"{code}_hadamard"] = replace(plain, hadamard_size=128)
     codecs["int5_g64"] = replace(codecs["int5"], group_size=64)
-    groups = {"nf4": 64, "fp8_e4m3": 16, "fp8_e5m2": 16}
+    groups = {"nf4": 64, "fp8_e4m3": 16}
     for code in get_args(FloatingCode):
         codecs[code] = named_codec(code, groups.get(code, 128))
     return codecs
 
 
 # By name, so that a policy is short in YAML. Groups shrink where they do not divide a row. Bits per
-# value with scales: int4, int4_hadamard, nf4 and mxfp4 4.25, fp4_e2m1 4.125, int5_g64 5.5,
-# int8 8.125, fp8 9.
+# value with scales: int4, int4_hadamard and nf4 4.25, fp4_e2m1 4.125, int5_g64 5.5, int8 8.125,
+# fp8_e4m3 9.
 CODECS: dict[str, CodecSpec] = _named_codecs()
 _MIN_GROUP = 16
 _WORTH_A_CODE = 256  # rows of so many values are smaller as codes in any format
@@ -209,7 +209,7 @@ class ActivationPolicy:
                 return None
             if not codec.code.startswith("int"):
                 raise ValueError(
-                    f"`ActivationPolicy({owner}={codec.name!r})` is no integer code, which alone "
+                    f"`ActivationPolicy({owner}={codec.code!r})` is no integer code, which alone "
                     "come in 2 to 8 bits. Use the recipe 'agoq', or integer codes everywhere."
                 )
             width = int(codec.code.removeprefix("int"))

@@ -176,7 +176,7 @@ def _format(codec: CodecSpec | None, width: int | None) -> tuple[str, float | No
     fitted = fit_codec(codec, width or 4096)
     rows, row = matrix_shape(fitted.message_format, 4096, width or 4096)
     bits = rows * fitted.message_format.layout(row).nbytes * 8 / (4096 * (width or 4096))
-    name = fitted.name + (" hadamard" if codec.hadamard_size else "")
+    name = fitted.code + (" hadamard" if codec.hadamard_size else "")
     return f"{name}, groups of {fitted.group_size}", bits
 
 

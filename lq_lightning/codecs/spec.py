@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from lq_lightning.kernels.message import (
     requantize,
     requantize_out,
 )
-from lq_lightning.kernels.message.format import SCALES
 from lq_lightning.kernels.message.operators import check_float, check_rows
 
 # Entries of the table of codes, in its order; see `lq_lightning.kernels.message.format`.
@@ -56,17 +55,11 @@ Code = Literal[
     "fp4_e2m1",
     "nf4",
     "fp8_e4m3",
-    "fp8_e5m2",
 ]
-# Names that options take beside integers of so many bits: codes, and formats of `_BLOCK_FORMATS`.
-FloatingCode = Literal["nf4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "mxfp4"]
+# Codes that options take beside integers of so many bits.
+FloatingCode = Literal["nf4", "fp4_e2m1", "fp8_e4m3"]
 Rounding = Literal["nearest", "stochastic"]
-ScaleDtype = Literal["float32", "bfloat16", "float16", "float8_e8m0fnu"]
-
-# Formats that fix the group size and the scales of a code.
-_BLOCK_FORMATS: dict[str, dict[str, Any]] = {
-    "mxfp4": {"code": "fp4_e2m1", "group_size": 32, "scale_dtype": "float8_e8m0fnu"},
-}
+ScaleDtype = Literal["float32", "bfloat16", "float16"]
 
 GROUP_SIZES: tuple[int | str, ...] = (*(2**k for k in range(4, 13)), "row")
 HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
@@ -79,8 +72,8 @@ class CodecSpec:
     Attributes:
         code: format of one value. Integer codes are scaled to the largest magnitude of a group
             (symmetric) or to its range (asymmetric); floating-point codes (``fp4_e2m1``,
-            ``fp8_e4m3``, ``fp8_e5m2``) to the largest finite value; ``nf4``, 16 levels that follow
-            the normal distribution (QLoRA, appendix E), to 1.
+            ``fp8_e4m3``) to the largest finite value; ``nf4``, 16 levels that follow the normal
+            distribution (QLoRA, appendix E), to 1.
         group_size: consecutive elements that share a scale: a power of two from 16 to 4096, or
             ``"row"`` for one scale per row, which takes a second pass over the values to encode.
         symmetric: store no minimum. All but integer codes are always symmetric.
@@ -90,14 +83,11 @@ class CodecSpec:
             ``3.4e38 / hadamard_size``; the group then counts as not finite.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (needs a seed), which is unbiased
             up to the resolution of its noise: the expectation is off by at most ``2**(b - 17)`` of
-            the distance between codes for integer codes of b bits, ``2**-8`` for FP8 E4M3,
-            ``2**-9`` for FP8 E5M2 and ``2**-10`` for FP4 E2M1, with a sign that depends on the
-            value. ``nf4`` is rounded to nearest only.
+            the distance between codes for integer codes of b bits, ``2**-8`` for FP8 E4M3 and
+            ``2**-10`` for FP4 E2M1, with a sign that depends on the value. ``nf4`` is rounded to
+            nearest only.
         scale_dtype: storage of scales and minima. Scales are rounded up and minima down, so no
             value is clipped. With ``"float16"``, groups whose scale exceeds 65504 shrink.
-            ``"float8_e8m0fnu"``, powers of two in a byte, is for symmetric codecs, and groups
-            beyond 2.5e38 shrink by up to a quarter; MXFP4 is ``code="fp4_e2m1"`` in groups of 32
-            with these scales (OCP Microscaling Formats 1.0, which rounds them down and clips).
 
     Raises:
         ValueError: a value or a combination that is not listed above.
@@ -127,12 +117,6 @@ class CodecSpec:
                 "the transform must divide the group. Use a hadamard_size of at most group_size."
             )
         code = CODES[self.code]
-        if not self.symmetric and not SCALES[self.scale_dtype].signed:
-            raise ValueError(
-                f"CodecSpec(scale_dtype={self.scale_dtype!r}, symmetric=False): these scales are "
-                "powers of two and cannot hold a minimum. Use symmetric=True, or "
-                "scale_dtype='bfloat16'."
-            )
         if not self.symmetric and code.kind != "integer":
             raise ValueError(
                 f"CodecSpec(code={self.code!r}, symmetric=False): only integer codes can be "
@@ -145,14 +129,6 @@ class CodecSpec:
                 "levels of a table are not equally spaced, and the nearest is taken. Use "
                 "rounding='nearest', or code='fp4_e2m1'."
             )
-
-    @property
-    def name(self) -> str:
-        """Name of the format in reports: ``"mxfp4"`` or the like, else the code."""
-        for name, fields in _BLOCK_FORMATS.items():
-            if all(getattr(self, field) == value for field, value in fields.items()):
-                return name
-        return self.code
 
     @property
     def message_format(self) -> MessageFormat:
@@ -197,24 +173,19 @@ class CodecSpec:
         return 8 * self.nbytes(numel) / numel
 
 
-def group_size_of(name: str, group_size: int) -> int:
-    """Return the group size of ``named_codec``: the format's own, or ``group_size``."""
-    return int(_BLOCK_FORMATS.get(name, {}).get("group_size", group_size))
-
-
-def named_codec(name: str, group_size: int, **options: Any) -> CodecSpec:
-    """Return the codec of a name that options take, with bf16 scales.
+def named_codec(code: str, group_size: int, **options: Any) -> CodecSpec:
+    """Return the codec of a code that options name, with bf16 scales.
 
     Args:
-        name: a code, or a format that fixes its own group size and scales, such as ``"mxfp4"``.
-        group_size: group size of codes; formats ignore it.
+        code: as for ``CodecSpec``.
+        group_size: as for ``CodecSpec``.
         options: other fields of ``CodecSpec``.
 
     Raises:
         ValueError: as ``CodecSpec``.
     """
-    fields = {"code": name, "group_size": group_size, "scale_dtype": "bfloat16", **options}
-    return CodecSpec(**{**fields, **_BLOCK_FORMATS.get(name, {})})
+    fields: dict[str, Any] = {"scale_dtype": "bfloat16", **options}
+    return CodecSpec(code=cast(Code, code), group_size=group_size, **fields)
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
-from lq_lightning.codecs.spec import GROUP_SIZES, group_size_of
+from lq_lightning.codecs.spec import GROUP_SIZES
 from lq_lightning.foundation.checks import check_choice, is_number, is_whole
 from lq_lightning.foundation.topology import Level
 
@@ -43,17 +43,6 @@ def _check_group_size(owner: str, group_size: object) -> None:
         )
 
 
-def _check_own_groups(owner: str, code: str, group_size: int) -> None:
-    """Refuse another group size than the one of a code such as MXFP4; the default stands for it."""
-    own = group_size_of(code, group_size)
-    if group_size not in (own, _DEFAULT_GROUP_SIZE):
-        raise ValueError(
-            f"`{owner}(code={code!r}, group_size={group_size})` is not supported: this code has "
-            f"groups of {own}. Give `group_size={own}` or leave it out, or choose "
-            '`code="fp4_e2m1"`.'
-        )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightQuantization:
     """Format of the weight differences that ``weights="qWD"`` sends (SDP4Bit §3.1).
@@ -69,8 +58,7 @@ class WeightQuantization:
         code: ``"int"`` for integers, ``"nf4"`` for 16 levels that follow the normal distribution
             (4 bits, ``"nearest"`` only), or another code of ``CodecSpec`` with as many ``bits``.
             ``"auto"`` is NF4 where both hold, else integers.
-        group_size: Elements that share one scale, a power of two from 16 to 4096. ``"mxfp4"`` has
-            groups of 32 instead of the default.
+        group_size: Elements that share one scale, a power of two from 16 to 4096.
         rounding: ``"nearest"`` has the smaller error, and the next difference contains it;
             ``"stochastic"`` is the choice of the reference implementation.
         replica: Placement of the replica that differences refer to. ``"full"``: every rank holds
@@ -105,7 +93,6 @@ class WeightQuantization:
                     f"`{owner}(code={self.code!r}, bits={self.bits})` is not supported: this code "
                     f'has {own} bits. Give `bits={own}`, or `code="int"`.'
                 )
-            _check_own_groups(owner, self.code, self.group_size)
 
     def _may_be_nf4(self) -> bool:
         return self.bits == 4 and self.rounding == "nearest"

@@ -148,7 +148,7 @@ def describe_weights(config: WeightQuantization | None) -> str:
         return "full precision"
     codec = config.codec()
     return (
-        f"qWD: {config.bits}-bit differences ({codec.name}), {config.rounding} rounding, groups of "
+        f"qWD: {config.bits}-bit differences ({codec.code}), {config.rounding} rounding, groups of "
         f"{codec.group_size}, replica={config.replica}"
     )
 

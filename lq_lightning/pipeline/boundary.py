@@ -47,7 +47,7 @@ def make_boundary_codec(
         ValueError: another name or type, or a specification that does not suit boundaries.
     """
     if isinstance(codec, CodecSpec):
-        return GroupCodec(codec.name, codec)
+        return GroupCodec(codec.code, codec)
     if isinstance(codec, TAHQuantization):
         return TAHCodec("tah", codec)
     if codec == "aq_sgd" or isinstance(codec, AQSGDQuantization):

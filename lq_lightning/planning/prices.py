@@ -77,7 +77,7 @@ def _exchanged(options: RunOptions, cluster: Machine) -> Iterator[str]:
     weights, gradients = options.collectives(cluster)
     if weights is not None:
         codec = weights.codec()
-        yield f"differences {codec.name}/{codec.group_size}{_rounding(weights.rounding)}"
+        yield f"differences {codec.code}/{codec.group_size}{_rounding(weights.rounding)}"
     if gradients is not None:
         yield _gradients(gradients, "inter" in options.topology(cluster).levels)
         if options.accumulates and options.reduce_every_microbatch:
@@ -101,11 +101,11 @@ def _gradients(config: GradientQuantization, between_nodes: bool) -> str:
     codec, words = config.codec("inter"), config.codec("inter", vocabulary=True)
     if not between_nodes:
         inside = config.codec("intra")
-        return f"gradients {config.method} {inside.name}/{inside.group_size} within a node"
+        return f"gradients {config.method} {inside.code}/{inside.group_size} within a node"
     usual = GradientQuantization()
-    told = f"gradients {config.method} {codec.name}/{codec.group_size}"
+    told = f"gradients {config.method} {codec.code}/{codec.group_size}"
     if words != codec:
-        told += f", vocabulary {words.name}"
+        told += f", vocabulary {words.code}"
     if config.method != "QuanGrad" and config.intra_bits != usual.intra_bits:
         told += f", {config.intra_bits} bits within nodes"
     if config.method == "TLq-HS" and config.hadamard_size != usual.hadamard_size:
@@ -132,7 +132,7 @@ def _kept(options: RunOptions) -> Iterator[str]:
         yield f"states {states}"
     buffer = options.gradient_buffer
     if buffer != "none" and options.accumulates:
-        yield f"gradient sums {buffer if isinstance(buffer, str) else buffer.name}"
+        yield f"gradient sums {buffer if isinstance(buffer, str) else buffer.code}"
     if options.learned_bits:
         yield "learned bits"
 

@@ -19,11 +19,8 @@ def test_every_entry_of_the_table_can_be_named() -> None:
     for name, entry in CODES.items():
         assert CodecSpec(code=name, group_size=64).message_format.bits == entry.bits  # type: ignore[arg-type]
     assert get_args(ScaleDtype) == tuple(SCALE_DTYPES)
-    assert {*get_args(FloatingCode)} == {name for name in CODES if name[:3] != "int"} | {"mxfp4"}
-    assert named_codec("nf4", 64).group_size == 64
-    assert named_codec("mxfp4", 64).bits_per_element(1 << 16) == 4.25
-    assert named_codec("mxfp4", 64).name == "mxfp4"
-    assert named_codec("fp4_e2m1", 32).name == "fp4_e2m1"
+    assert {*get_args(FloatingCode)} == {name for name in CODES if name[:3] != "int"}
+    assert named_codec("nf4", 64).bits_per_element(1 << 16) == 4.25
 
 
 @given(codec_specs(), st.integers(0, 1 << 20))
@@ -67,16 +64,12 @@ def test_empty_row_has_no_bytes() -> None:
         ({"hadamard_size": True}, r"hadamard_size=True"),
         ({"group_size": 16, "hadamard_size": 32}, r"must divide the group"),
         ({"rounding": "up"}, r"rounding='up'.*'nearest', 'stochastic'"),
-        ({"scale_dtype": "float64"}, r"scale_dtype='float64'"),
+        ({"scale_dtype": "float64"}, r"scale_dtype='float64'.*'float32', 'bfloat16', 'float16'"),
         ({"symmetric": 1}, r"symmetric=1.*True, False"),
         ({"group_size": "tensor"}, r"group_size='tensor'.*4096, 'row'"),
         ({"code": "fp8_e4m3", "symmetric": False}, r"Use symmetric=True, or code='int8'"),
         ({"code": "fp4_e2m1", "symmetric": False}, r"Use symmetric=True, or code='int4'"),
         ({"code": "nf4", "symmetric": False}, r"Use symmetric=True, or code='int4'"),
-        (
-            {"symmetric": False, "scale_dtype": "float8_e8m0fnu"},
-            r"e8m0fnu'.*scale_dtype='bfloat16'",
-        ),
         ({"code": "nf4", "rounding": "stochastic"}, r"nf4'.*Use rounding='nearest'"),
     ],
 )

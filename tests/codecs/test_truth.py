@@ -7,9 +7,8 @@ import hashlib
 import pytest
 import torch
 
-from lq_lightning.codecs import CodecSpec, decode, encode, named_codec
+from lq_lightning.codecs import CodecSpec, decode, encode
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message import round_up
 from lq_lightning.kernels.message.format import SCALES
 from lq_lightning.kernels.message.reference import CHUNK_NUMEL
 
@@ -69,22 +68,16 @@ def test_integer_codes_match_the_formula(bits: int) -> None:
     assert torch.equal(decode(spec, encode(spec, x), 512), expected.view(4, 512))
 
 
-@pytest.mark.parametrize(
-    ("code", "dtype", "largest"),
-    [("fp8_e4m3", torch.float8_e4m3fn, 448.0), ("fp8_e5m2", torch.float8_e5m2, 57344.0)],
-)
-def test_float8_codes_match_the_cast_of_torch(
-    code: str, dtype: torch.dtype, largest: float
-) -> None:
+def test_float8_codes_match_the_cast_of_torch() -> None:
     # 2**17 values over the whole range, subnormals of the code and ties included
     exponents = torch.randint(-30, 17, (1, 1 << 16)).float()
     x = torch.randn(1, 1 << 16) * torch.exp2(exponents)
     ties = torch.arange(1 << 16).float()[None] * 2.0**-12
-    x = torch.cat([x, ties], dim=1).clamp(-largest, largest)
-    x[:, ::4096] = largest
-    spec = CodecSpec(code=code, group_size=4096)  # type: ignore[arg-type]
+    x = torch.cat([x, ties], dim=1).clamp(-448.0, 448.0)
+    x[:, ::4096] = 448.0
+    spec = CodecSpec(code="fp8_e4m3", group_size=4096)
     message = encode(spec, x)
-    expected = x.to(dtype)  # every scale is exactly 1
+    expected = x.to(torch.float8_e4m3fn)  # every scale is exactly 1
     assert torch.equal(message[0, : x.shape[1]], expected.view(torch.uint8)[0])
     assert torch.equal(decode(spec, message, x.shape[1]), expected.float())
 
@@ -105,34 +98,6 @@ def test_fp4_codes_are_those_of_the_standard() -> None:
     chosen = torch.where(nearest.sum(1, keepdim=True) > 1, even, nearest)
     assert torch.equal(actual[0].abs(), levels[chosen.int().argmax(1)])
     assert torch.equal(actual.sign(), x.sign() * (actual != 0))
-
-
-def test_mxfp4_is_that_of_the_standard() -> None:
-    """Bytes of E8M0 beside codes of E2M1; the least scale that clips nothing."""
-    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    levels = torch.cat([levels, -levels])
-    spec = named_codec("mxfp4", 32)
-    x = torch.randn(1, 640) * torch.exp2(torch.arange(-10, 10).repeat_interleave(32) * 6.0)
-    x[0, 64:96], x[0, 100], x[0, 130] = 0.0, float("nan"), float("-inf")
-    x[0, 160:192] = 6 * 2.0**20
-    message = encode(spec, x)[0]
-    assert message.numel() == 640 // 2 + round_up(640 // 32, 16)
-    codes = torch.stack([message[:320] & 15, message[:320] >> 4], 1).flatten().int()
-    exponents = message[320:340].int()
-    assert exponents[[2, 3, 4, 5]].tolist() == [0, 255, 255, 127 + 20]
-    scales = torch.exp2(exponents.float() - 127)
-    scales[exponents == 255] = float("nan")
-    expected = levels[codes].view(20, 32) * scales[:, None]
-    decoded = decode(spec, message[None], 640).view(20, 32)
-    torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
-    groups = x.view(20, 32)
-    used = torch.tensor([group not in (2, 3, 4) for group in range(20)])
-    largest = groups[used].abs().amax(1)
-    assert (largest <= 6 * scales[used]).all()
-    assert (largest > 3 * scales[used]).all()
-    error = (decoded - groups)[used].abs() / scales[used, None]
-    distance = (groups[used] / scales[used, None])[..., None].sub(levels).abs().amin(-1)
-    assert torch.equal(error, distance)
 
 
 def test_nf4_levels_are_quantiles_and_the_nearest_is_taken() -> None:
@@ -167,7 +132,6 @@ DIGESTS = {
     "int8 symmetric": "e15be224c211ed9d",
     "int8 asymmetric": "704afa5c999c3017",
     "fp8_e4m3 symmetric": "56b285f634ecb5ba",
-    "fp8_e5m2 symmetric": "a69de4372114dbda",
 }
 
 

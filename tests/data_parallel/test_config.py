@@ -28,8 +28,6 @@ REFUSED: dict[type, list[tuple[dict[str, object], str]]] = {
         ({"code": "nf4", "bits": 3}, r"code='nf4', bits=3.*`code=\"int\"`"),
         ({"code": "fp8_e4m3"}, r"code='fp8_e4m3', bits=4.*has 8 bits. Give `bits=8`, or `code"),
         ({"code": "nf4", "rounding": "stochastic"}, r"code='nf4'.*rounding='stochastic'.*nearest"),
-        ({"code": "mxfp4", "bits": 6}, r"code='mxfp4', bits=6.*has 4 bits. Give `bits=4`"),
-        ({"code": "mxfp4", "group_size": 64}, r"code='mxfp4', group_size=64.*Give `group_size=32`"),
         ({"rounding": "up"}, r"WeightQuantization\(rounding='up'\).*'nearest', 'stochastic'"),
     ],
     GradientQuantization: [
@@ -85,7 +83,6 @@ def test_unknown_option_is_an_error() -> None:
         ({"rounding": "stochastic"}, "int4", 4.125, 0.166),
         ({"bits": 8}, "int8", 8.125, 0.0065),
         ({"code": "fp4_e2m1"}, "fp4_e2m1", 4.125, 0.1095),
-        ({"code": "mxfp4"}, "fp4_e2m1", 4.25, 0.1155),
         ({"code": "fp8_e4m3", "bits": 8}, "fp8_e4m3", 8.125, 0.0257),
     ],
 )
@@ -113,12 +110,9 @@ def test_ablation_codecs() -> None:
     assert eight.codec("inter").hadamard_size == 0
 
 
-def test_descriptions_name_mxfp4_and_its_groups() -> None:
-    weights = describe_weights(WeightQuantization(code="mxfp4"))
-    assert weights == "qWD: 4-bit differences (mxfp4), nearest rounding, groups of 32, replica=full"
-
-
-def test_descriptions_name_both_levels() -> None:
+def test_descriptions_name_codes_and_groups() -> None:
+    weights = describe_weights(WeightQuantization(group_size=64))
+    assert weights == "qWD: 4-bit differences (nf4), nearest rounding, groups of 64, replica=full"
     topology = Topology(world_size=4, rank=0, node_size=2)
     gradients = describe_gradients(GradientQuantization(), topology, vocabulary=True)
     assert "int8 within nodes of 2, int4 between 2 nodes, int6 there" in gradients

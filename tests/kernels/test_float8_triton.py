@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,9 +44,6 @@ def make_format(code: str = "int4", **changes: object) -> MessageFormat:
         "scale_dtype": "bfloat16",
     }
     return MessageFormat(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-MXFP4 = make_format("fp4_e2m1", group_size=32, symmetric=True, scale_dtype="float8_e8m0fnu")
 
 
 def assert_same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -181,13 +177,6 @@ def test_rebuild_of_every_code(index: int, device: torch.device) -> None:
         check_dequantize(awkward_rows(rows, numel, 64), fmt, device)
 
 
-@pytest.mark.parametrize("hadamard_size", [0, 32])
-@pytest.mark.parametrize("shape", [(128, 128), (19, 77)])
-def test_rebuild_of_mxfp4(shape: tuple[int, int], hadamard_size: int, device: torch.device) -> None:
-    fmt = replace(MXFP4, hadamard_size=hadamard_size)
-    check_dequantize(awkward_rows(*shape, 32), fmt, device)
-
-
 @pytest.mark.parametrize("group_size", [16, 256])
 @pytest.mark.parametrize("hadamard_size", [0, 16, 128])
 def test_rebuild_of_groups_and_transforms(
@@ -239,7 +228,7 @@ def test_rebuild_of_norms(kind: str, with_weight: bool, device: torch.device) ->
     from lq_lightning.kernels.norm.reference import centre, reciprocal_deviation
 
     usual = make_format(hadamard_size=0 if with_weight else 128)
-    for rows, numel, fmt in ((128, 128, usual), (45, 200, usual), (19, 160, MXFP4)):
+    for rows, numel, fmt in ((128, 128, usual), (45, 200, usual)):
         x = torch.randn(rows, numel) + 0.3
         x[5, 9] = INF
         weight = torch.randn(numel).to(DTYPES[KINDS.index(kind) % 3]) if with_weight else None
@@ -259,7 +248,7 @@ def test_rebuild_of_norms(kind: str, with_weight: bool, device: torch.device) ->
 @pytest.mark.parametrize("gated", [False, True])
 def test_rebuild_of_activations(gated: bool, activation: str, device: torch.device) -> None:
     usual, transformed = make_format(), make_format(hadamard_size=64)
-    for rows, numel, fmt in ((128, 128, usual), (45, 200, transformed), (19, 160, MXFP4)):
+    for rows, numel, fmt in ((128, 128, usual), (45, 200, transformed)):
         x, up = 3 * torch.randn(rows, numel), torch.randn(rows, numel)
         x[1, 1] = NAN
         message, scale = encode_matrix(x, fmt), torch.tensor([0.02])
@@ -274,10 +263,6 @@ def test_rebuild_of_activations(gated: bool, activation: str, device: torch.devi
         rebuild(*tensors, rows=rows, fmt=fmt, activation=activation)
         codes = [part.cpu().view(torch.uint8).to(torch.int16) for part in (actual, expected)]
         apart = (codes[0] - codes[1]).abs()
-        if activation == "relu" and fmt is not MXFP4:
-            assert not apart.any()
-        # zero has two codes, also in MXFP4
-        apart[(codes[0] & 0x7F == 0) & (codes[1] & 0x7F == 0)] = 0
         if activation == "relu":
             assert not apart.any()
         assert apart.max() <= 1

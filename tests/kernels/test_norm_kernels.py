@@ -30,7 +30,6 @@ SMALL = parse_format("int4/64/asymmetric/32/nearest/float32")
 NF4 = parse_format("nf4/128/symmetric/0/nearest/bfloat16")
 EIGHT = parse_format("int8/16/symmetric/0/nearest/float32")
 FP8 = parse_format("fp8_e4m3/16/symmetric/0/nearest/bfloat16")
-MXFP4 = parse_format("fp4_e2m1/32/symmetric/0/nearest/float8_e8m0fnu")
 ODD = parse_format("int3/16/asymmetric/0/nearest/float16")
 WIDE = parse_format("int4/1024/symmetric/0/nearest/float32")
 EPS = 1e-5
@@ -43,7 +42,6 @@ CASES = [
     ("rms", 16, 64, SMALL, torch.float16),
     ("rms_cast", 3, 197, FOUR, torch.bfloat16),
     ("layer", 3, 197, FP8, torch.float32),
-    ("rms", 3, 224, MXFP4, torch.bfloat16),
     ("rms_offset", 2, 1600, SMALL, torch.bfloat16),
     ("layer", 2, 1600, MIXED, torch.float16),
     ("rms_cast", 3, 1024, MIXED, torch.bfloat16),

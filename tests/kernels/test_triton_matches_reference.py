@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lq_testing.codec_data import awkward_rows, make_format
 from lq_testing.interpreter import skip_old_interpreter
 
-from lq_lightning.codecs import named_codec
 from lq_lightning.data_parallel import WeightQuantization
 from lq_lightning.kernels.message import CODES, Code, MessageFormat
 from lq_lightning.kernels.message import reference as reference_rows
@@ -33,7 +29,7 @@ KINDS = [(code, True) for code in CODES] + [
 ]
 # More than a whole tile of the interpreter, and an incomplete one.
 NUMEL = 1024 + 333
-SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+SCALES = ("float32", "bfloat16", "float16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -120,44 +116,11 @@ def test_every_code(index: int, turn: int, device: torch.device) -> None:
         symmetric=symmetric,
         hadamard_size=(0, 32)[turn],
         stochastic=bool((index + turn) % 2) and CODES[code].kind != "table",
-        scale_dtype=SCALES[(index + turn) % (4 if symmetric else 3)],
+        scale_dtype=SCALES[(index + turn) % 3],
     )
     x = awkward_rows(2, NUMEL, 64, huge=not turn).to(DTYPES[index % 3])
     message = check_quantize(x, fmt, device)
     check_dequantize(message[None], NUMEL, fmt, device)
-
-
-# What a group of MXFP4 may hold: its largest value, where a scale doubles, and what is no number.
-AWKWARD = (
-    *(0.0, -0.0, 1e-45, 2.0**-126, 2.0**-124, 6 * 2.0**-126, 1e-30, 1.0, 3.0, 3.0000002, 6.0),
-    *(1e30, 6 * 2.0**125, 3.4e38, float("inf"), float("-inf"), float("nan")),
-)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(st.sampled_from(AWKWARD), min_size=1, max_size=40),
-    st.integers(1, 31),
-    st.sampled_from([(0, False), (0, True), (32, False)]),
-)
-def test_mxfp4_groups(values: list[float], rest: int, kind: tuple[int, bool]) -> None:
-    """A group for each value, which is its largest or what spoils it, and an incomplete one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    spec = replace(named_codec("mxfp4", 32), hadamard_size=kind[0])
-    fmt = replace(spec.message_format, stochastic=kind[1])
-    x = torch.linspace(-1, 1, 32).repeat(len(values), 1)
-    x = (x * torch.tensor(values)[:, None].nan_to_num(1.0, 1.0, 1.0)).flatten()
-    x[::32] = torch.tensor(values)
-    x = torch.cat([x, torch.full((rest,), values[0])])[None]
-    message = check_quantize(x, fmt, device)
-    decoded = check_dequantize(message[None], x.shape[1], fmt, device)
-    check_requantize(message[:, None], x.shape[1], fmt, make_format("int8"), device)
-    check_requantize(message[:, None], x.shape[1], fmt, fmt, device)
-    if not kind[0]:
-        groups = decoded[0, : 32 * len(values)].view(-1, 32)
-        finite = torch.tensor(values).isfinite()
-        assert groups[finite].isfinite().all()
-        assert groups[~finite].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -433,7 +396,7 @@ def _copy_row_kernel(
     )
 
 
-@pytest.mark.parametrize("code", ["int7", "int3", "fp8_e5m2", "fp4_e2m1"])
+@pytest.mark.parametrize("code", ["int7", "int3", "fp8_e4m3", "fp4_e2m1"])
 def test_tiles_begin_and_end_anywhere(code: str, device: torch.device) -> None:
     """As kernels do that work on rows of a matrix which are one row of a message."""
     rows, width = 3, 5 * 16

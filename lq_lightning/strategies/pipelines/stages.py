@@ -409,7 +409,7 @@ def describe_shared(found: Iterable[SharedTensor], option: str) -> str:
     """Return a line per parameter; ``option`` is the strategy's ``tied_gradients``."""
     lines = []
     for shared in found:
-        code = "full precision" if shared.codec is None else shared.codec.name
+        code = "full precision" if shared.codec is None else shared.codec.code
         lines.append(
             f"gradients of `{shared.name}` travel in {code} between the ranks that hold it "
             f"(tied_gradients={option!r})"

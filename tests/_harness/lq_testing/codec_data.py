@@ -32,7 +32,7 @@ def codec_specs(with_rows: bool = True) -> st.SearchStrategy[CodecSpec]:
     ) -> CodecSpec:
         group_size = 2**log_group if log_group <= 12 else 4096
         kind = CODES[code].kind
-        symmetric = symmetric or kind != "integer" or scale == "float8_e8m0fnu"
+        symmetric = symmetric or kind != "integer"
         return CodecSpec(
             code=code,  # type: ignore[arg-type]
             group_size=group_size if log_group <= 12 else "row",
