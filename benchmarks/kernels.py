@@ -128,7 +128,7 @@ WEIGHTS = {"int4/2048": codec("int4", group=2048), "nf4/128": WeightQuantization
 # Timed at one size, by the name in the table.
 OTHERS = {
     **{f"int{bits}": codec(f"int{bits}") for bits in (2, 3, 5, 6, 7)},
-    **{code: codec(code) for code in ("fp4_e2m1", "nf4", "fp8_e4m3")},
+    **{code: codec(code) for code in ("nf4", "fp8_e4m3")},
     "int4 asymmetric, bf16 scale": codec("int4", symmetric=False, scale_dtype="bfloat16"),
     "int8 h128, fp16 scale": codec("int8", 128, scale_dtype="float16"),
     "int8 h64": codec("int8", 64),

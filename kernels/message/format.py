@@ -92,8 +92,8 @@ class Code:
 
     Attributes:
         kind: one of the three.
-        bits: 2 to 8, the sign included; 3 to 8 for floats, at most 5 for tables: a GPU finds a
-            level by comparisons, and the value of a code by selections.
+        bits: 2 to 8, the sign included; 8 for floats, at most 5 for tables: a GPU finds a level by
+            comparisons, and the value of a code by selections.
         mantissa_bits: explicit fraction bits of floats, 1 to 9; with the exponent's ``bits - 1``.
         min_exponent: exponent of the smallest normal float (also that of subnormals).
         max_value: largest float that is used, to which the largest value of a group is scaled.
@@ -142,8 +142,6 @@ _NF4_LEVELS = (
 
 CODES: dict[str, Code] = {
     **{f"int{bits}": Code("integer", bits) for bits in range(2, 9)},
-    # OCP Microscaling Formats 1.0: no infinity and no NaN
-    "fp4_e2m1": Code("float", bits=4, mantissa_bits=1, min_exponent=0, max_value=6.0),
     "nf4": Code("table", 4, levels=_NF4_LEVELS),
     "fp8_e4m3": Code("float", bits=8, mantissa_bits=3, min_exponent=-6, max_value=448.0),
 }
@@ -326,7 +324,7 @@ class MessageFormat:
 
         Together with an integer code's bits 16: rounding makes the largest level exact again, so
         that noise never carries it beyond the code. Floating-point codes have the bits of fp16 that
-        are below the code: 7 (E4M3) or 9 (E2M1).
+        are below the code: 7 (E4M3).
         """
         if self.kind == "float":
             return 10 - self.mantissa_bits

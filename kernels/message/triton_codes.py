@@ -93,12 +93,8 @@ def plane_of_pairs(a, b, c, d, SHIFT, WIDTH):
 @triton.jit
 def _code_of_half(word, FORMAT):
     """Codes of fewer than 8 bits in the low bits of both halves, from ``fixed_point``'s numbers."""
-    MASK: tl.constexpr = 0x10001 * ((1 << FORMAT.bits) - 1)
-    if FORMAT.kind == "float":
-        MAGNITUDE: tl.constexpr = 0x10001 * FORMAT.magnitude_mask
-        magnitude = (word >> FORMAT.fraction_bits) & MAGNITUDE
-        word = magnitude | ((word >> (16 - FORMAT.bits)) & (MASK - MAGNITUDE))
-    elif FORMAT.stochastic:
+    if FORMAT.stochastic:
+        MASK: tl.constexpr = 0x10001 * ((1 << FORMAT.bits) - 1)
         word = (word >> FORMAT.fraction_bits) & MASK
     return word
 
@@ -177,7 +173,7 @@ def has_float8_instructions(fmt: MessageFormat, rounds: bool) -> bool:
     """Return whether the GPU converts a format; ``rounds`` if values are to become codes."""
     if triton.knobs.runtime.interpret or torch.version.hip is not None:
         return False
-    fits = fmt.kind == "float" and fmt.bits == 8 and not (rounds and fmt.stochastic)
+    fits = fmt.code == "fp8_e4m3" and not (rounds and fmt.stochastic)
     return fits and bool(cuda_capability_geq(8, 9))
 
 
@@ -289,13 +285,6 @@ def _level_at(word, int_to_float, SHIFT, FORMAT):
     if FORMAT.kind == "integer":
         MASK: tl.constexpr = ((1 << BITS) - 1) << SHIFT
         level = _level_of(and_or(word, MASK, int_to_float), SHIFT, FORMAT)
-    elif FORMAT.kind == "float":
-        # as fp32 bits with a tiny exponent
-        PLACE: tl.constexpr = 23 - FORMAT.mantissa_bits
-        MAGNITUDE: tl.constexpr = FORMAT.magnitude_mask << PLACE
-        magnitude = (word << (PLACE - SHIFT)) & MAGNITUDE
-        bits = magnitude | ((word << (32 - BITS - SHIFT)) & -0x80000000)
-        level = bits.to(tl.float32, bitcast=True) * (2.0 ** (126 + FORMAT.min_exponent))
     else:
         LEVELS: tl.constexpr = FORMAT.levels
         level = look_up(word >> SHIFT, LEVELS, 0, 1, BITS)

@@ -29,8 +29,7 @@ def _named_codecs() -> dict[str, CodecSpec]:
 
 
 # By name, so that a policy is short in YAML. Groups shrink where they do not divide a row. Bits per
-# value with scales: int4, int4_hadamard and nf4 4.25, fp4_e2m1 4.125, int5_g64 5.5, int8 8.125,
-# fp8_e4m3 9.
+# value with scales: int4, int4_hadamard and nf4 4.25, int5_g64 5.5, int8 8.125, fp8_e4m3 9.
 CODECS: dict[str, CodecSpec] = _named_codecs()
 _MIN_GROUP = 16
 _WORTH_A_CODE = 256  # rows of so many values are smaller as codes in any format

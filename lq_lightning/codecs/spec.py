@@ -52,12 +52,11 @@ Code = Literal[
     "int6",
     "int7",
     "int8",
-    "fp4_e2m1",
     "nf4",
     "fp8_e4m3",
 ]
 # Codes that options take beside integers of so many bits.
-FloatingCode = Literal["nf4", "fp4_e2m1", "fp8_e4m3"]
+FloatingCode = Literal["nf4", "fp8_e4m3"]
 Rounding = Literal["nearest", "stochastic"]
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -71,9 +70,8 @@ class CodecSpec:
 
     Attributes:
         code: format of one value. Integer codes are scaled to the largest magnitude of a group
-            (symmetric) or to its range (asymmetric); floating-point codes (``fp4_e2m1``,
-            ``fp8_e4m3``) to the largest finite value; ``nf4``, 16 levels that follow the normal
-            distribution (QLoRA, appendix E), to 1.
+            (symmetric) or to its range (asymmetric); ``fp8_e4m3`` to the largest finite value;
+            ``nf4``, 16 levels that follow the normal distribution (QLoRA, appendix E), to 1.
         group_size: consecutive elements that share a scale: a power of two from 16 to 4096, or
             ``"row"`` for one scale per row, which takes a second pass over the values to encode.
         symmetric: store no minimum. All but integer codes are always symmetric.
@@ -83,9 +81,8 @@ class CodecSpec:
             ``3.4e38 / hadamard_size``; the group then counts as not finite.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (needs a seed), which is unbiased
             up to the resolution of its noise: the expectation is off by at most ``2**(b - 17)`` of
-            the distance between codes for integer codes of b bits, ``2**-8`` for FP8 E4M3 and
-            ``2**-10`` for FP4 E2M1, with a sign that depends on the value. ``nf4`` is rounded to
-            nearest only.
+            the distance between codes for integer codes of b bits and ``2**-8`` for FP8 E4M3, with
+            a sign that depends on the value. ``nf4`` is rounded to nearest only.
         scale_dtype: storage of scales and minima. Scales are rounded up and minima down, so no
             value is clipped. With ``"float16"``, groups whose scale exceeds 65504 shrink.
 
@@ -127,7 +124,7 @@ class CodecSpec:
             raise ValueError(
                 f"CodecSpec(code={self.code!r}, rounding='stochastic') is not supported: the "
                 "levels of a table are not equally spaced, and the nearest is taken. Use "
-                "rounding='nearest', or code='fp4_e2m1'."
+                f"rounding='nearest', or code='int{code.bits}'."
             )
 
     @property

@@ -254,7 +254,7 @@ def test_symmetric_groups_beyond_a_half_precision_scale_shrink() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("code", ["int4", "nf4", "fp4_e2m1"])
+@pytest.mark.parametrize("code", ["int4", "nf4"])
 def test_groups_of_huge_values_are_still_poisoned(code: str, bad: float) -> None:
     x = torch.full((1, 32), FP32_MAX)
     x[0, 3] = bad

@@ -26,7 +26,6 @@ FOUR = "int4/128/asymmetric/128/nearest/bfloat16"
 PLAIN_FOUR = "int4/128/asymmetric/0/nearest/bfloat16"
 EIGHT = "int8/64/symmetric/32/nearest/float32"
 NORMAL = "nf4/64/symmetric/0/nearest/bfloat16"
-FLOAT_FOUR = "fp4_e2m1/32/symmetric/0/nearest/float16"
 FLOAT_EIGHT = "fp8_e4m3/16/symmetric/0/nearest/bfloat16"
 PLAIN_EIGHT = "int8/128/symmetric/0/nearest/bfloat16"
 FIVE = "int5/64/asymmetric/0/nearest/float32"
@@ -149,10 +148,7 @@ def test_codes_are_those_of_quantize(numel: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        *(PLAIN_FOUR, NORMAL, FLOAT_FOUR.replace("float16", "float32")),
-        *(FLOAT_EIGHT, PLAIN_EIGHT, FIVE),
-    ],
+    [PLAIN_FOUR, NORMAL, FLOAT_EIGHT, PLAIN_EIGHT, FIVE],
 )
 @pytest.mark.parametrize("numel", [256, 250])
 def test_derivative_of_relu_is_exact(text: str, numel: int) -> None:
@@ -161,7 +157,6 @@ def test_derivative_of_relu_is_exact(text: str, numel: int) -> None:
     x[:4] *= 1e-20
     x[4, :128], x[5, :128], x[6, :128] = -1.0, 0.0, 1.0
     x[7, 1], x[8, 1], x[9, 0] = 1e-6, -0.0, 1e20
-    x[10, 1:100] = 3.0000002  # one step above where a scale that is a power of two doubles
     up, dy = torch.randn(16, numel), torch.randn(16, numel)
     for other in (None, up):
         _, message, up_message, _ = activation_quantize(x, other, "relu", text, False)
@@ -319,7 +314,7 @@ class TestTriton:
 
     @pytest.mark.parametrize(
         ("text", "numel"),
-        [(FOUR, 1152), (PLAIN_FOUR, 1033), (FLOAT_FOUR, 1152), (FLOAT_EIGHT, 1033)],
+        [(FOUR, 1152), (PLAIN_FOUR, 1033), (NORMAL, 1152), (FLOAT_EIGHT, 1033)],
     )
     def test_halves_of_one_tensor(self, text: str, numel: int, device: torch.device) -> None:
         """Rows of inputs apart: rows of a flat message, and one message per row."""

@@ -396,7 +396,7 @@ def _copy_row_kernel(
     )
 
 
-@pytest.mark.parametrize("code", ["int7", "int3", "fp8_e4m3", "fp4_e2m1"])
+@pytest.mark.parametrize("code", ["int7", "int3", "fp8_e4m3", "nf4"])
 def test_tiles_begin_and_end_anywhere(code: str, device: torch.device) -> None:
     """As kernels do that work on rows of a matrix which are one row of a message."""
     rows, width = 3, 5 * 16
