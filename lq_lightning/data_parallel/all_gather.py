@@ -17,7 +17,7 @@ from torch import Tensor
 from lq_lightning._compat.fsdp2 import AllGather, GatheredWeights, GroupParam, pack_shards
 from lq_lightning._compat.tensors import to_sharded_dtensor
 from lq_lightning._compat.torch import all_gather_flat, all_gather_parts, backward_id
-from lq_lightning.codecs import decode, derive_seed
+from lq_lightning.codecs import decode
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.replica import (
     Freshness,
@@ -160,12 +160,9 @@ class WeightDifferenceAllGather(AllGather):
         Gaps of slots are overwritten with zeros; those of ``reference`` hold zeros until a message
         is decoded.
         """
-        context, seed = self._context, None
-        if self._config.rounding == "stochastic":
-            rank, index = context.topology.rank, self.unit.index
-            seed = derive_seed(context.seed, 1, context.step, rank, index)
+        context = self._context
         messages = layout.allocate(len(slots), device=slots.device)
-        layout.encode(slots, messages, seed=seed, reference=reference)
+        layout.encode(slots, messages, reference=reference)
         context.traffic.exchanges += len(slots)
         context.traffic.weights_messages += len(slots) * layout.nbytes
         context.traffic.weights_elements += len(slots) * layout.numel

@@ -51,16 +51,16 @@ class WeightQuantization:
     2048 have 1.6 times the error and cost more loss at 110M parameters (``docs/accuracy.md``).
 
     Deviations from the paper: it has integers in groups of 2048, here
-    ``code="int", group_size=2048``. Scales are bf16, rounded up, so that nothing is clipped.
+    ``code="int", group_size=2048``. Scales are bf16, rounded up, so that nothing is clipped. Values
+    are rounded to the nearest code, which has the smaller error, and the next difference contains
+    it; the reference implementation rounds stochastically.
 
     Attributes:
         bits: Bits of one code, 2 to 8.
         code: ``"int"`` for integers, ``"nf4"`` for 16 levels that follow the normal distribution
-            (4 bits, ``"nearest"`` only), or another code of ``CodecSpec`` with as many ``bits``.
-            ``"auto"`` is NF4 where both hold, else integers.
+            (4 bits), or another code of ``CodecSpec`` with as many ``bits``. ``"auto"`` is NF4 with
+            4 bits, else integers.
         group_size: Elements that share one scale, a power of two from 16 to 4096.
-        rounding: ``"nearest"`` has the smaller error, and the next difference contains it;
-            ``"stochastic"`` is the choice of the reference implementation.
         replica: Placement of the replica that differences refer to. ``"full"``: every rank holds
             all weights (2 bytes per parameter in bf16), and forward and backward read them without
             traffic. ``"node"``: the ranks of a node share one replica
@@ -70,7 +70,6 @@ class WeightQuantization:
     bits: int = 4
     code: WeightCode = "auto"
     group_size: int = _DEFAULT_GROUP_SIZE
-    rounding: Rounding = "nearest"
     replica: ReplicaMode = "full"
 
     def __post_init__(self) -> None:
@@ -78,14 +77,8 @@ class WeightQuantization:
         owner = type(self).__name__
         check_choice(owner, "replica", self.replica, ("full", "node"))
         check_choice(owner, "code", self.code, get_args(WeightCode))
-        check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_group_size(owner, self.group_size)
         _check_bits(owner, "bits", self.bits)
-        if self.code == "nf4" and not self._may_be_nf4():
-            raise ValueError(
-                f"`{owner}(code='nf4', bits={self.bits}, rounding={self.rounding!r})` is not "
-                'supported: NF4 has 4 bits and is rounded to nearest. Give `code="int"`.'
-            )
         if self.code not in ("auto", "int"):
             own = self.codec().message_format.bits
             if self.bits != own:
@@ -94,16 +87,13 @@ class WeightQuantization:
                     f'has {own} bits. Give `bits={own}`, or `code="int"`.'
                 )
 
-    def _may_be_nf4(self) -> bool:
-        return self.bits == 4 and self.rounding == "nearest"
-
     def codec(self) -> CodecSpec:
         """Codec of the messages."""
         code: str = self.code
         if code == "auto":
-            code = "nf4" if self._may_be_nf4() else "int"
+            code = "nf4" if self.bits == 4 else "int"
         name = f"int{self.bits}" if code == "int" else code
-        return named_codec(name, self.group_size, rounding=self.rounding)
+        return named_codec(name, self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

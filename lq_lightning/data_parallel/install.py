@@ -187,18 +187,15 @@ def _shared_memory(
     """
     sizes, alone = _bucket_sizes(every_params), [1] * len(every_params)
     places: list[tuple[ReplicaMemory, int]] = []
-    for size in sizes if _may_share(weights) else alone:
+    for size in sizes if weights is not None else alone:
         memory = ReplicaMemory(size)
         places += [(memory, row) for row in range(size)]
     buckets: list[GradientBucket | None] = []
-    for size in sizes if _may_share(gradients) else alone:
+    # where noise is random, a unit of a bucket would be rounded with other noise
+    together = gradients is not None and gradients.rounding != "stochastic"
+    for size in sizes if together else alone:
         buckets += [GradientBucket(size) if size > 1 else None] * size
     return places, buckets
-
-
-def _may_share(config: WeightQuantization | GradientQuantization | None) -> bool:
-    """Whether units may be handled together: in a bucket, one would be rounded with other noise."""
-    return config is not None and config.rounding != "stochastic"
 
 
 def _bucket_sizes(every_params: Sequence[GroupParams]) -> list[int]:

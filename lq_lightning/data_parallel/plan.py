@@ -148,8 +148,8 @@ def describe_weights(config: WeightQuantization | None) -> str:
         return "full precision"
     codec = config.codec()
     return (
-        f"qWD: {config.bits}-bit differences ({codec.code}), {config.rounding} rounding, groups of "
-        f"{codec.group_size}, replica={config.replica}"
+        f"qWD: {config.bits}-bit differences ({codec.code}), groups of {codec.group_size}, "
+        f"replica={config.replica}"
     )
 
 

@@ -77,7 +77,7 @@ def _exchanged(options: RunOptions, cluster: Machine) -> Iterator[str]:
     weights, gradients = options.collectives(cluster)
     if weights is not None:
         codec = weights.codec()
-        yield f"differences {codec.code}/{codec.group_size}{_rounding(weights.rounding)}"
+        yield f"differences {codec.code}/{codec.group_size}"
     if gradients is not None:
         yield _gradients(gradients, "inter" in options.topology(cluster).levels)
         if options.accumulates and options.reduce_every_microbatch:
@@ -110,11 +110,7 @@ def _gradients(config: GradientQuantization, between_nodes: bool) -> str:
         told += f", {config.intra_bits} bits within nodes"
     if config.method == "TLq-HS" and config.hadamard_size != usual.hadamard_size:
         told += f", transform of {config.hadamard_size}"
-    return told + _rounding(config.rounding)
-
-
-def _rounding(rounding: str) -> str:
-    return ", stochastic" if rounding == "stochastic" else ""
+    return told + (", stochastic" if config.rounding == "stochastic" else "")
 
 
 def _kept(options: RunOptions) -> Iterator[str]:

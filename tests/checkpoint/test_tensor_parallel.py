@@ -22,7 +22,6 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     QuantizedPipelineStrategy,
     QuantizedPrecision,
-    WeightQuantization,
     load_pretrained,
 )
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
@@ -251,7 +250,7 @@ def test_checkpoints_of_all_sizes_hold_and_restore_the_same(tmp_path: Path, spli
 
 STOCHASTIC: dict[str, Any] = {
     **SMALL,
-    "weights": WeightQuantization(rounding="stochastic"),
+    "weights": "qWD",
     "gradients": GradientQuantization(rounding="stochastic"),
 }
 SAME = (  # single file?, coded states?, options of the strategy

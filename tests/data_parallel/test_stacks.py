@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 def build(
-    blocks: int, world: int = 2, frozen: int = 0, **options: Any
+    blocks: int, world: int = 2, frozen: int = 0, rounding: Any = "nearest", **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, QuantizedCommunication]:
     """Blocks of one shape, behind a root of another, on one of several ranks."""
     pretend_ranks(world, rank=world - 1)
@@ -45,7 +45,8 @@ def build(
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Block() for _ in range(blocks)])
     model[1 : 1 + frozen].requires_grad_(False)
     weights = WeightQuantization(group_size=64, **options)
-    communication = shard(model, model[1:], weights=weights, gradients=GradientQuantization())
+    gradients = GradientQuantization(rounding=rounding)
+    communication = shard(model, model[1:], weights=weights, gradients=gradients)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     communication.register_optimizer(optimizer)
     return model, optimizer, communication
@@ -184,9 +185,15 @@ def test_which_units_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert stacks() == [1, 5]
     assert stacks(frozen=2) == [1, 2, 3]
-    assert stacks(rounding="stochastic") == [1] * 6
     monkeypatch.setattr(install, "MAX_BUCKET_NUMEL", 2 * 8 * WIDTH**2 + 2 * 4 * WIDTH)
     assert stacks() == [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(("rounding", "shared"), [("nearest", 2), ("stochastic", 0)])
+def test_units_with_noise_of_their_own_are_reduced_alone(rounding: str, shared: int) -> None:
+    _, _, communication = build(2, rounding=rounding)
+    scatters: list[Any] = [unit.scatter for unit in communication._units]
+    assert sum(scatter.bucket is not None for scatter in scatters) == shared
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from lq_lightning import (
     GradientQuantization,
     QuantizedPipelineStrategy,
     TAHQuantization,
-    WeightQuantization,
 )
 
 STEPS, CODED_STEPS = 3, 8
@@ -149,7 +148,7 @@ def _eight(rank: int, world: int, root: str) -> dict[str, Any]:
     codec = TAHQuantization(tile_size=16, bits=5)
     strategy = _strategy(
         node_size=4,
-        weights=WeightQuantization(rounding="stochastic"),
+        weights="qWD",
         gradients=GradientQuantization(rounding="stochastic"),
         forward_codec=codec,
         backward_codec=codec,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torchmetrics import SumMetric
 
-from lq_lightning import GradientQuantization, QuantizedFSDPStrategy, WeightQuantization
+from lq_lightning import GradientQuantization, QuantizedFSDPStrategy
 
 STEPS = 6
 
@@ -36,11 +36,8 @@ def _fit(
 
 
 def _train(rank: int, world: int, root: str) -> dict[str, Any]:
-    stochastic: dict[str, Any] = {
-        "weights": WeightQuantization(rounding="stochastic"),
-        "gradients": GradientQuantization(rounding="stochastic"),
-    }
-    kinds = {"exact": PLAIN, "stochastic": {**SMALL, **stochastic}}
+    stochastic = {"weights": "qWD", "gradients": GradientQuantization(rounding="stochastic")}
+    kinds: dict[str, Any] = {"exact": PLAIN, "stochastic": {**SMALL, **stochastic}}
     results: dict[str, Any] = {}
     for sequence in (False, True):
         for kind, options in kinds.items():
