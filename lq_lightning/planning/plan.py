@@ -44,11 +44,10 @@ from lq_lightning.planning.simulation import (
     UserRun,
     simulate_fit,
 )
-from lq_lightning.planning.timing import StepTime, breakeven_rate, expected_seconds, step_time
+from lq_lightning.planning.timing import StepTime, expected_seconds, step_time
 from lq_lightning.planning.trace import Collective, Operator, Trace
 from lq_lightning.strategies.quantized_pipeline import PipelineLayout
 
-ANY_RATE = 1e12  # bytes/s, beyond all networks
 _MOST_STAGES = 4  # more are represented by the first, the middle and the last
 _DEFAULT_GPUS = 8
 _SHOWN, _REMEDIES = 6, 3
@@ -77,9 +76,6 @@ class Plan:
         microbatches: Forward passes of a step and rank.
         tokens_per_step: Tokens, or samples of a model without any, of all ranks.
         tokens: Of the whole run; None where its end is not known.
-        codes_pay_below: Rate of a node's link, in bytes/s, up to which coded communication is
-            faster, at most 1e12; None where nothing is coded between nodes, or where nothing else
-            was simulated.
         price: Loss against full precision.
         alternatives: Options that fit, the fastest first.
         remedies: Changes by which a run fits that does not, the cheapest first.
@@ -96,7 +92,6 @@ class Plan:
     tokens_per_step: int
     tokens: int | None
     price: Price
-    codes_pay_below: float | None = None
     alternatives: tuple[Choice, ...] = ()
     remedies: tuple[Choice, ...] = ()
     batch: str = ""
@@ -255,7 +250,7 @@ def plan_run(
 
 
 def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulations) -> Plan:
-    """Add what else would work, and the network on which codes pay."""
+    """Add what else would work."""
     search = Search(
         simulated.options,
         simulations.evaluate,
@@ -274,22 +269,10 @@ def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulatio
         notes += (f"There was no time to try {'; '.join(found.left_out)}.",)
     return replace(
         plan,
-        codes_pay_below=codes_pay_below(simulated, simulations),
         alternatives=found.fitting[:_SHOWN] if plan.fits else (),
         remedies=() if plan.fits else found.fitting[:_REMEDIES],
         notes=notes,
     )
-
-
-def codes_pay_below(coded: Simulation, simulations: Simulations) -> float | None:
-    """The rate of links between nodes up to which coded communication is faster."""
-    options, machine = coded.options, simulations.machine
-    plain = {"weights": "none", "gradients": "none"}
-    plain |= {"forward_codec": "none", "backward_codec": "none"}
-    exact = options.changed(**plain)
-    if machine.nodes == 1 or not options.is_ours or options == exact:
-        return None
-    return min(ANY_RATE, breakeven_rate(coded.seconds, simulations(exact).seconds, machine))
 
 
 def _with_layout(machine: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from lq_lightning.planning.memory import KINDS
-from lq_lightning.planning.plan import ANY_RATE, Plan
+from lq_lightning.planning.plan import Plan
 from lq_lightning.planning.prices import WHAT_STUDIES_CANNOT_SEE
 
 _GIB, _GIGA = 2**30, 1e9
@@ -43,16 +43,6 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 def _choice_lines(plan: Plan) -> Iterator[str]:
     yield from _wrapped(f"Loss against full precision: {plan.price}.")
-    if (rate := plan.codes_pay_below) is not None:
-        which = f"up to {_rate(rate)}"
-        if rate >= ANY_RATE:
-            which = (
-                f"of all rates up to {8 * ANY_RATE / _GIGA:,.0f} Gb/s, the highest that is compared"
-            )
-        said = f"Codes make steps shorter on links between nodes {which}."
-        yield from _wrapped(
-            said if rate else "Codes make no step shorter on any link above 8 Mb/s."
-        )
     choices = plan.alternatives or plan.remedies
     if not choices:
         return

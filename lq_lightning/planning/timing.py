@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,30 +139,6 @@ def _replayed(
     if schedule is None:
         return replays[0].seconds, replays[0].parts
     return _Pipeline(replays, schedule).run()
-
-
-def breakeven_rate(
-    coded: Callable[[Machine], float], plain: Callable[[Machine], float], machine: Machine
-) -> float:
-    """Return the rate between nodes, in bytes per second, above which codes cost time.
-
-    0 where codes never pay, and infinity where they always do. ``coded`` and ``plain`` return the
-    seconds of a step on a machine.
-    """
-
-    def pays(rate: float) -> bool:
-        varied = replace(machine, between_nodes=replace(machine.between_nodes, bytes_per_s=rate))
-        return coded(varied) < plain(varied)
-
-    low, high = 1e6, 1e13
-    if pays(high):
-        return math.inf
-    if not pays(low):
-        return 0.0
-    while high > 1.01 * low:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return math.sqrt(low * high)
 
 
 def _errors(machine: Machine) -> dict[str, float]:

@@ -99,7 +99,7 @@ def test_json_keeps_everything(small: Plan) -> None:
         price=price(("states dynamic8", "learned bits")),
         is_verified=False,
     )
-    plan = replace(small, alternatives=(choice,), codes_pay_below=1e9, notes=("x",))
+    plan = replace(small, alternatives=(choice,), notes=("x",))
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -120,18 +120,6 @@ def test_the_text_names_what_does_not_fit(small: Plan) -> None:
     row = next(line for line in shown.splitlines() if "gradient_checkpointing" in line)
     assert row.split()[1:] == ["1.00", "250.0", "1,000,000", "+0.08", "±", "0.16%"]
     assert max(map(len, shown.splitlines())) <= 100
-
-
-@pytest.mark.parametrize(
-    ("rate", "said"),
-    [
-        (0.0, "Codes make no step shorter on any link above 8 Mb/s."),
-        (1.25e9, "Codes make steps shorter on links between nodes up to 10 Gb/s."),
-        (planning.ANY_RATE, "of all rates up to 8,000 Gb/s, the highest that is compared."),
-    ],
-)
-def test_the_text_says_where_codes_pay(small: Plan, rate: float, said: str) -> None:
-    assert said in " ".join(str(replace(small, codes_pay_below=rate)).split())
 
 
 def test_the_fullest_machine_decides_between_fitting_surely_and_perhaps(small: Plan) -> None:
@@ -180,8 +168,6 @@ def test_other_options_are_simulated_in_place_of_the_users(
     plain = simulated.options.changed(weights="none", gradients="none", recipe="agoq")
     outcome = simulations.evaluate(plain, 1)
     assert outcome.tokens_per_s == pytest.approx(simulated.tokens_per_step / outcome.seconds)
-    rate = planning.codes_pay_below(simulated, simulations)
-    assert rate is None or rate > 0
 
 
 def test_two_steps_of_one_rank_say_what_three_do(monkeypatch: pytest.MonkeyPatch) -> None:
