@@ -167,6 +167,9 @@ LOCAL: dict[str, Plan] = {
 
 _BOUNDARIES: dict[str, tuple[str | float, str | float]] = {
     "tah5": ("tah5", "tah5"),
+    "tah5, backward int8": ("tah5", "int8"),
+    "tah5, backward exact": ("tah5", "none"),
+    "exact, backward tah5": ("none", "tah5"),
     "klt 2": (2, 2),
     "klt 2, backward tah5": (2, "tah5"),
     "klt 2, backward klt 4": (2, 4),
