@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -243,6 +244,7 @@ class QuantizedActivations:
         """Forget modules that have left the model since, such as layers of other stages."""
         present = {id(module) for module in self.model.modules()}
         self._found = [found for found in self._found if id(found.module) in present]
+        gc.collect()  # bound forwards are cycles, which would keep weights of other stages
 
     def remove(self) -> None:
         """Give all modules their forwards back; idempotent."""
