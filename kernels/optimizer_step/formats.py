@@ -31,9 +31,7 @@ decoding and encoding take a few integer operations on bit patterns.
 
 ``dynamic8`` and ``int8`` have a codebook, increasing numbers in ``[0, 1]``, times the scale: the
 largest magnitude, rounded up to bf16 if signed and to a power of two if not, which seldom changes.
-The codebook of ``int8``, for signed states only, is even. Its codes from ``NEAREST_FROM`` on go to
-the nearer level, with half the squared error of chance: a step of ``momentum <= 0.98`` takes more
-than half a level from each, so that none stays where it is without a gradient.
+The codebook of ``int8``, for signed states only, is even.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ MOST_MANTISSA_BITS = 7
 LEAST_MANTISSA_BITS = 2
 SIGNED_CODES = 127
 UNSIGNED_CODES = 255
-NEAREST_FROM = 32
 
 # Bit patterns of the smallest normal number and of the largest scale, 2**126, whose reciprocal is
 # normal too.

@@ -22,7 +22,6 @@ from lq_lightning.kernels.optimizer_step.formats import (
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
     MOST_MANTISSA_BITS,
-    NEAREST_FROM,
     SIGNED_CODES,
     SMALLEST_BITS,
     UNSIGNED_CODES,
@@ -197,8 +196,6 @@ def _level_codes(bits: Tensor, scale: Tensor, fmt: StateFormat, noise: Tensor | 
         chance = chance.clamp_(LEAST_NOISE, 1.0 - LEAST_NOISE)
     if fmt.signed:
         chance = torch.where(codes == 0, chance.clamp(min=0.5), chance)
-        if fmt.name == "int8":
-            chance = chance.masked_fill_(codes >= NEAREST_FROM, 0.5)
         return codes + (chance * (high - low) < x - low)
     # The first two terms of the logarithms of x / low and of high / low.
     upper = chance * ((high - low) * (x + low)) < (x - low) * (high + low)

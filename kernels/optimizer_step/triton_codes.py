@@ -30,7 +30,6 @@ from lq_lightning.kernels.optimizer_step.formats import (
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
     MOST_MANTISSA_BITS,
-    NEAREST_FROM,
     SIGNED_CODES,
     SMALLEST_BITS,
     UNSIGNED_CODES,
@@ -114,7 +113,6 @@ _WIDEST_SPANS = tl.constexpr(widest_spans())
 _LEAST_SHIFT = tl.constexpr(23 - MOST_MANTISSA_BITS)
 _MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
 _LEAST_NOISE = tl.constexpr(LEAST_NOISE)
-_NEAREST_FROM = tl.constexpr(NEAREST_FROM)
 # Below every level but zero, in units of the scale, and with a logarithm.
 _LEAST_RATIO = tl.constexpr(2.0**-23)
 # Adding it rounds an fp32 of small magnitude to an integer, which is then in the low bits.
@@ -342,8 +340,6 @@ def _level_codes(bits, scale_bits, special, levels, noise, FORMAT: tl.constexpr)
         low, high = _two_levels(number, levels)
         low = low * scale
         chance = tl.maximum(chance, tl.where(number == _ROUNDER_BITS, 0.5, _LEAST_NOISE))
-        if FORMAT.name == "int8":
-            chance = tl.where(number >= _ROUNDER_BITS + _NEAREST_FROM, 0.5, chance)
         codes = number + (chance * (high * scale - low) < size - low).to(tl.int32)
     else:
         # The scale is a power of two: exact. What is raised is still below the first level above

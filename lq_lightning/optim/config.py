@@ -91,23 +91,24 @@ def check_stamp(saved: str, own: str) -> None:
         saved: Stamp of a saved group.
         own: Stamp of the group that is to take it.
     """
+    if saved == own:
+        return
     version, *formats = saved.split("/")
     known = get_args(StateCode)
-    readable = version == str(FORMAT_VERSION) and set(formats) <= {*known}
-    if own == MOMENTUM_STAMP and formats[0] != "float32":
-        readable = False  # no other codes of a momentum
-    if saved != own and saved != MOMENTUM_STAMP and not readable:
+    readable, reads = set(formats) <= {*known}, f"version {FORMAT_VERSION} of {', '.join(known)}"
+    if own == MOMENTUM_STAMP:
+        readable, reads = formats[0] == "float32", f"{own!r} for Muon's momentum"
+    if saved != MOMENTUM_STAMP and not (readable and version == str(FORMAT_VERSION)):
         raise ValueError(
             f"the optimizer state was saved in quantization format {saved!r}; this version of "
-            f"lq_lightning reads version {FORMAT_VERSION} of {', '.join(known)}. Load it with the "
-            "version that saved it, and save `full_precision_state_dict()` there."
+            f"lq_lightning reads {reads}. Load it with the version that saved it, and save "
+            "`full_precision_state_dict()` there."
         )
-    if saved != own:
-        raise ValueError(
-            f"the optimizer state was saved in quantization format {saved!r}, but the optimizer "
-            f"uses {own!r}. Use the same formats, or load it with those first, and then "
-            "load `full_precision_state_dict()` of that optimizer into this one."
-        )
+    raise ValueError(
+        f"the optimizer state was saved in quantization format {saved!r}, but the optimizer uses "
+        f"{own!r}. Use the same formats, or load it with those first, and then load "
+        "`full_precision_state_dict()` of that optimizer into this one."
+    )
 
 
 def refuse_codes(state: Mapping[str, Any], optimizer: str) -> None:

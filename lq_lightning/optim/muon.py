@@ -167,7 +167,7 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         if not _is_muon(group) or not formats["momentum_buffer"].quantized:
             return formats
         # Newton-Schulz iterations enlarge what is small, errors of rounding too: even levels have
-        # the least, less than half of those of expanded_fp8.
+        # the least, half of those of expanded_fp8.
         return {"momentum_buffer": state_format("int8", signed=True)}
 
     def _stamp(self, group: Mapping[str, Any]) -> str:

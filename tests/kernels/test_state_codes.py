@@ -12,7 +12,6 @@ from torch import Tensor
 from lq_lightning.kernels.optimizer_step.formats import (
     FORMATS,
     GROUP_SIZE,
-    NEAREST_FROM,
     StateFormat,
     level_pairs,
     state_format,
@@ -64,11 +63,6 @@ def test_signed_codes_keep_the_mean(name: str, octaves: float) -> None:
     kept = low * high > 0  # codebooks make less than half their smallest level zero
     if name == "expanded_fp8":
         kept[:] = True
-    if name == "int8":
-        kept &= x.abs() < NEAREST_FROM / 127
-        assert not (high - low)[x.abs() >= (NEAREST_FROM + 1) / 127].any()
-        if not kept.any():
-            return
     error = ((mean - x) / gap)[kept]
     assert error.abs().max() < 0.03  # 5 standard deviations of half a gap
     assert error.mean().abs() < 0.004
@@ -116,7 +110,7 @@ def test_even_levels_have_the_least_error_of_noise() -> None:
         (round_trip(x, state_format(name, signed=True)) - x).square().mean().sqrt().item()
         for name in ("int8", "expanded_fp8", "dynamic8")
     ]
-    assert 0.0075 < errors[0] < 0.009 < 0.65 * min(errors[1:])
+    assert 0.0085 < errors[0] < 0.0097 < 0.67 * min(errors[1:])
 
 
 def test_a_momentum_without_gradients_ends() -> None:
@@ -124,8 +118,8 @@ def test_a_momentum_without_gradients_ends() -> None:
     fmt = state_format("int8", signed=True)
     x = torch.linspace(-1, 1, 128)[None]
     x[0, 0] = 1
-    for step in range(1200):
-        x[0, 1:] *= 0.98
+    for step in range(2400):
+        x[0, 1:] *= 0.99
         x = round_trip(x, fmt, step)
     assert torch.equal(x.nonzero(), torch.tensor([[0, 0]]))
 
