@@ -130,8 +130,9 @@ def test_codes_stay_near_fp32(code: Any) -> None:
         exact.grad = weight.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    assert (weight - exact).norm() < 0.03 * exact.norm()
+    assert (weight - exact).norm() < 0.016 * exact.norm()
     assert optimizers[0].state[weight]["momentum_buffer_codes"].dtype == torch.uint8
+    assert "momentum_buffer_exponent" not in optimizers[0].state[weight]  # of expanded formats
 
 
 def test_strided_and_transposed_weights() -> None:
