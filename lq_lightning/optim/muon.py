@@ -166,8 +166,8 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         formats = super()._formats(group)
         if not _is_muon(group) or not formats["momentum_buffer"].quantized:
             return formats
-        # Newton-Schulz iterations enlarge what is small, errors of rounding too: even levels have
-        # the least, half of those of expanded_fp8.
+        # Newton-Schulz iterations amplify small singular values, and rounding errors with them:
+        # even levels have half the error of expanded_fp8.
         return {"momentum_buffer": state_format("int8", signed=True)}
 
     def _stamp(self, group: Mapping[str, Any]) -> str:
