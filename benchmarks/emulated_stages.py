@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,7 +32,8 @@ class Stages:
     Attributes:
         number: Stages, of equally many blocks or one more; no more than blocks.
         forward: Codec of hidden states: a name of the library's without a memory, or the bits per
-            value of a ``Transform``.
+            value of a ``Transform``. Behind the name may stand ``nearest`` or ``stochastic``, in
+            place of the rounding of the direction.
         backward: Codec of gradients.
     """
 
@@ -165,21 +166,26 @@ def _tensor_cores() -> Iterator[None]:
 class _Library:
     """A codec of the library without a memory."""
 
-    def __init__(self, name: str, backward: bool) -> None:
-        self.bits, self._codec = 0.0, make_boundary_codec(name, backward)
-        self._facts = Message(boundary=0, backward=backward, microbatch=0)
+    def __init__(self, kind: str, boundary: int, backward: bool) -> None:
+        name, _, rounding = kind.partition(" ")
+        like_gradients = backward if not rounding else rounding == "stochastic"
+        self.bits, self._codec = 0.0, make_boundary_codec(name, like_gradients)
+        self._facts = Message(boundary=boundary, backward=backward, microbatch=0)
 
     def send(self, x: Tensor, learn: bool) -> Tensor:
         self._codec.check(x.shape, x.dtype)
         self.bits = self._codec.bits_per_value(x.shape, x.dtype)
+        self._facts = replace(self._facts, seed=self._facts.seed + 1)  # noise of its own
         return self._codec.decode(self._codec.encode(x, self._facts), x.shape, x.dtype, self._facts)
 
 
 class _Direction:
     """A codec of one direction of one boundary, and the error of a message in training."""
 
-    def __init__(self, kind: str | float, backward: bool) -> None:
-        self.codec = _Library(kind, backward) if isinstance(kind, str) else Transform(kind)
+    def __init__(self, kind: str | float, boundary: int, backward: bool) -> None:
+        self.codec = (
+            _Library(kind, boundary, backward) if isinstance(kind, str) else Transform(kind)
+        )
         self._messages, self.error = 0, torch.empty(0)  # [M]
 
     def send(self, x: Tensor, learn: bool) -> Tensor:
@@ -203,8 +209,8 @@ class EmulatedStages:
         count = min(plan.number, layers)
         self.boundaries = {
             layers * n // count - 1: (
-                _Direction(plan.forward, False),
-                _Direction(plan.backward, True),
+                _Direction(plan.forward, n - 1, False),
+                _Direction(plan.backward, n - 1, True),
             )
             for n in range(1, count)
         }

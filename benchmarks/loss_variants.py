@@ -165,19 +165,28 @@ LOCAL: dict[str, Plan] = {
     "muon8, local, sparse": _local("muon8", **_SPARSE),
 }
 
-_BOUNDARIES: dict[str, tuple[str | float, str | float]] = {
-    "tah5": ("tah5", "tah5"),
-    "tah5, backward int8": ("tah5", "int8"),
-    "tah5, backward exact": ("tah5", "none"),
-    "exact, backward tah5": ("none", "tah5"),
-    "klt 2": (2, 2),
-    "klt 2, backward tah5": (2, "tah5"),
-    "klt 2, backward klt 4": (2, 4),
-}
+
+def _stages(number: int, forward: str | float, backward: str) -> dict[str, Plan]:
+    name = forward if isinstance(forward, str) else f"klt {forward}"
+    plan = Plan(stages=Stages(number, forward, backward))
+    return {f"{number} stages, {name} / {backward}": plan}
+
+
+_BOUNDARIES: tuple[tuple[str | float, str], ...] = (
+    *(("tah5", f"int{bits}") for bits in (5, 4, 3, 2)),
+    *((2, f"int{bits}") for bits in (4, 3)),
+    ("tah5", "int5 nearest"),
+    ("tah", "int4"),
+    ("int5 stochastic", "int5"),
+    ("int4 stochastic", "int4"),
+    ("int4", "int4"),
+    ("none", "int4"),
+)
 STAGES: dict[str, Plan] = {
-    f"{number} stages, {name}": Plan(stages=Stages(number, *codecs))
-    for number in (2, 8)
-    for name, codecs in _BOUNDARIES.items()
+    name: plan
+    for number, pairs in ((2, _BOUNDARIES), (4, _BOUNDARIES[:2]), (8, _BOUNDARIES))
+    for codecs in pairs
+    for name, plan in _stages(number, *codecs).items()
 }
 
 VARIANTS: dict[str, Plan] = {

@@ -36,7 +36,6 @@ from gpt import GPT, GPTConfig
 from job import TINY, Clock, add_group_arguments, process_group
 from torch import Tensor, nn
 
-from lq_lightning.codecs import CodecSpec
 from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.execution import ProcessGroupLinks
@@ -44,17 +43,15 @@ from lq_lightning.pipeline.message import BoundaryCodec, BoundaryMeta
 from lq_lightning.pipeline.partition import StageModule, keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 
-INT5 = CodecSpec(code="int5", group_size=64, symmetric=False, scale_dtype="bfloat16")
 # Forward and backward. Integers have a scale and a minimum in bf16 per tile, by default of 64
 # channels forward and 32 backward.
 CODECS: dict[str, tuple[Any, Any]] = {
     "fp32": ("none", "none"),
     "bf16": ("bf16", "bf16"),
     "aq_sgd": ("aq_sgd", "int8"),
-    "int4": ("int4", "int6"),
-    "tah": ("tah", "int6"),
-    "tah5": ("tah5", "tah5"),  # the default
-    "tah-int5": ("tah", INT5),  # tiles of 64 backward
+    "int4": ("int4", "int4"),
+    "tah": ("tah", "int4"),
+    "tah5": ("tah5", "int5"),  # the default
 }
 SCHEDULES = ("eager_1f1b", "1f1b", "gpipe")
 SOCKETS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
@@ -208,7 +205,7 @@ class Run:
         if job.boundary is None:
             job.boundary = engine.share(job.stage.probe(0) if dist.get_rank() == 0 else None)
             job.stage.set_boundary(job.boundary)
-        losses = engine.step(job.boundary, samples)
+        losses = engine.step(job.boundary, samples, seed=step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 
-from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
+from lq_lightning.codecs import CodecSpec, named_codec
 from lq_lightning.foundation.checks import check_choice
 
 from .aq_sgd import AQSGDCodec, AQSGDQuantization
@@ -14,20 +12,17 @@ from .boundary_widths import MixedCodec
 from .message import BoundaryCodec, CastCodec, GroupCodec, TAHCodec, TAHQuantization
 
 _INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
-CODEC_NAMES = (
-    *("none", "bf16", "fp8", *_INTEGERS, *get_args(FloatingCode)),
-    *("tah", "tah5", "aq_sgd", "amaq"),
-)
-# Channels that share a scale, forward and backward, as in the paper of TAH-Quant. "tah5", which is
-# not in the paper, has the forward tile in both directions.
-_FORWARD_TILE = 64
-_BACKWARD_TILE = 32
+_GRADIENTS = ("none", "bf16", "fp8", *_INTEGERS)
+_HIDDEN_STATES = (*_GRADIENTS, "tah", "tah5", "aq_sgd", "amaq")
+_TILE = 64  # channels that share a scale, as in the paper of TAH-Quant
 
 
-def codec_classes(backward: bool) -> tuple[type, ...]:
-    """Return the classes whose instances are accepted in place of a name."""
-    forward_only = () if backward else (AQSGDQuantization,)
-    return (TAHQuantization, *forward_only, CodecSpec)
+def check_codec_name(owner: str, option: str, codec: object, backward: bool) -> None:
+    """Raise ``ValueError`` unless ``owner(option=codec)`` names a codec or specifies one."""
+    names = _GRADIENTS if backward else _HIDDEN_STATES
+    classes = (CodecSpec,) if backward else (TAHQuantization, AQSGDQuantization, CodecSpec)
+    if not isinstance(codec, classes):
+        check_choice(owner, option, codec, names, *classes)
 
 
 def make_boundary_codec(
@@ -36,36 +31,40 @@ def make_boundary_codec(
     """Return a new codec for one end of stage boundaries.
 
     Names: ``"none"`` sends values as they are, ``"bf16"`` rounded; ``"fp8"`` sends E4M3 with a
-    bf16 scale per tile; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale and minimum per
-    tile, other codes of ``CodecSpec`` have a scale alone; ``"tah"`` is ``TAHQuantization``,
-    ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, for hidden states only,
-    ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are 64 channels forward and 32
-    backward, except for ``"tah5"``: 64 in both directions. ``backward`` asks for a codec of
-    gradients.
+    bf16 scale per tile of 64 channels; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale
+    and minimum per tile. For hidden states also: ``"tah"`` is ``TAHQuantization``, ``"tah5"``
+    the same with ``bits=5``; ``"aq_sgd"`` is ``AQSGDQuantization``; and ``"amaq"`` has learned
+    widths.
+
+    ``backward`` asks for a codec of gradients, whose codes are rounded stochastically. TAH-Quant
+    rounds them to the nearest of 6 to 8 bits; but then the small values of a tile all become the
+    same code, and what is lost is lost in the same direction at all boundaries and in all steps.
 
     Raises:
-        ValueError: another name or type, or a specification that does not suit boundaries.
+        ValueError: another name or type, or a specification that does not suit boundaries, such as
+            one that rounds gradients to nearest.
     """
+    check_codec_name("make_boundary_codec", "codec", codec, backward)
     if isinstance(codec, CodecSpec):
+        if backward and codec.rounding == "nearest":
+            raise ValueError(
+                f"`backward_codec={codec!r}` is not supported: rounding to nearest moves gradients "
+                "in the same direction at all boundaries. Choose rounding='stochastic'."
+            )
         return GroupCodec(codec.code, codec)
     if isinstance(codec, TAHQuantization):
         return TAHCodec("tah", codec)
-    if codec == "aq_sgd" or isinstance(codec, AQSGDQuantization):
-        if backward:
-            raise ValueError(
-                f"`backward_codec={codec!r}` is not supported: a gradient is not close to the one "
-                "of the last epoch. Choose 'int8', 'int6' or 'tah5'."
-            )
-        return AQSGDCodec("aq_sgd", AQSGDQuantization() if isinstance(codec, str) else codec)
-    check_choice("make_boundary_codec", "codec", codec, CODEC_NAMES, *codec_classes(backward))
+    if isinstance(codec, AQSGDQuantization):
+        return AQSGDCodec("aq_sgd", codec)
+    if codec == "aq_sgd":
+        return AQSGDCodec(codec, AQSGDQuantization())
     if codec == "amaq":
         return MixedCodec()
+    if codec in ("tah", "tah5"):
+        return TAHCodec(codec, TAHQuantization(bits=None if codec == "tah" else 5))
     if codec in ("none", "bf16"):
         return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
-    tile = _BACKWARD_TILE if backward else _FORWARD_TILE
-    if codec == "tah":
-        return TAHCodec(codec, TAHQuantization(tile_size=tile))
-    if codec == "tah5":
-        return TAHCodec(codec, TAHQuantization(tile_size=_FORWARD_TILE, bits=5))
     name = "fp8_e4m3" if codec == "fp8" else codec
-    return GroupCodec(codec, named_codec(name, tile, symmetric=codec not in _INTEGERS))
+    rounding = "stochastic" if backward else "nearest"
+    spec = named_codec(name, _TILE, symmetric=codec not in _INTEGERS, rounding=rounding)
+    return GroupCodec(codec, spec)

@@ -34,9 +34,8 @@ StartingWidths = Callable[[int], WidthTable]  # the first table for a number of 
 
 
 class MixedCodec(BoundaryCodec):
-    """The codec ``"amaq"``, of hidden states, and of gradients in the same widths.
+    """The codec ``"amaq"`` of hidden states.
 
-    Gradients always have full ranges: few of their values are large, and these are what matters.
     Payloads come from ``encode_mixed``. Boundaries without a table of their own use the common
     starting table, which both ends know without a message.
     """
@@ -50,9 +49,9 @@ class MixedCodec(BoundaryCodec):
         self._starting: dict[int, WidthTable] = {}  # by number of channels
 
     def begin(self, start: StartingWidths, ranges: Ranges) -> None:
-        """Set the starting widths and the ranges of hidden states, and forget all tables.
+        """Set the starting widths and the ranges, and forget all tables.
 
-        Both ends call it alike; ``ranges`` matters where hidden states are sent.
+        Both ends call it alike; ``ranges`` matters to the sender.
         """
         self.close()
         self._start, self._ranges = start, ranges
@@ -135,7 +134,7 @@ class MixedCodec(BoundaryCodec):
         self.check(x.shape, x.dtype)
         table = self.table(message.boundary, x.shape[-1])
         values = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        return values, table, "full" if message.backward else self._ranges
+        return values, table, self._ranges
 
     def _nbytes(self, boundary: int, shape: Sequence[int]) -> int:
         return self.table(boundary, shape[-1]).nbytes(math.prod(shape[:-1]))

@@ -116,7 +116,7 @@ class PipelineEngine:
         schedule: one of ``SCHEDULES``.
         num_microbatches: micro-batches of a training step.
         forward_codec: codec of hidden states, used by this rank alone.
-        backward_codec: codec of gradients; both directions can share one.
+        backward_codec: codec of gradients.
         links: transport of payloads; by default ``group``.
 
     Attributes:
@@ -244,6 +244,7 @@ class PipelineEngine:
         boundary: BoundaryMeta,
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
+        seed: int = 0,
     ) -> list[Tensor]:
         """Run forward and backward passes of all micro-batches; arguments are equal on all ranks.
 
@@ -252,6 +253,7 @@ class PipelineEngine:
             samples: int64 identities of the samples of the batch, in order, for codecs that
                 remember them.
             num_microbatches: micro-batches of this step, if not as usual.
+            seed: of codecs that round stochastically; another one for each step and replica.
 
         Returns:
             On the rank of the last stage the losses by micro-batch, without graphs; else nothing.
@@ -259,7 +261,7 @@ class PipelineEngine:
         if not torch.is_grad_enabled():
             raise RuntimeError("`step` needs gradients, which are switched off: call `evaluate`.")
         program = training_program(*self._program_arguments(num_microbatches))
-        return self._run(program, boundary, samples, training=True)
+        return self._run(program, boundary, samples, training=True, seed=seed)
 
     def evaluate(
         self,
@@ -283,7 +285,12 @@ class PipelineEngine:
         self._endpoint.backward_codec.close()
 
     def _run(
-        self, program: Program, boundary: BoundaryMeta, samples: Tensor | None, training: bool
+        self,
+        program: Program,
+        boundary: BoundaryMeta,
+        samples: Tensor | None,
+        training: bool,
+        seed: int = 0,
     ) -> list[Any]:
         if self.failed is not None:
             raise RuntimeError(
@@ -306,6 +313,7 @@ class PipelineEngine:
             boundary=boundary,
             samples=parts,
             training=training,
+            seed=seed,
             listener=listener,
         )
         try:

@@ -424,6 +424,7 @@ class Execution:
     """One step of one rank; used once.
 
     ``stages`` are this rank's by index, ``samples`` the identities of samples by micro-batch.
+    ``seed`` is that of the noise of codecs.
     """
 
     program: Program
@@ -432,6 +433,7 @@ class Execution:
     boundary: BoundaryMeta
     samples: tuple[Tensor | None, ...]
     training: bool
+    seed: int = 0
     listener: Listener | None = None
     _inbox: Inbox = field(init=False)
     _split: set[Action] = field(init=False)
@@ -467,6 +469,7 @@ class Execution:
             microbatch=key.microbatch,
             training=self.training,
             samples=self.samples[key.microbatch],
+            seed=self.seed,
         )
 
     def compute(self, action: Action) -> None:

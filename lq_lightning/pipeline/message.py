@@ -17,7 +17,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lq_lightning.codecs import CodecSpec, decode, encode, flatten_rows
+from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode, flatten_rows
 from lq_lightning.codecs.spec import GROUP_SIZES
 from lq_lightning.foundation.checks import check_choice, is_number
 from lq_lightning.kernels.tah import TAHFormat, tah_dequantize, tah_quantize
@@ -54,6 +54,7 @@ class Message:
     backward: bool  # True for a gradient, False for a hidden state
     microbatch: int  # index within the step
     training: bool = True  # False in evaluation, which leaves no trace in codecs with a memory
+    seed: int = 0  # of the step, for codecs with noise
     samples: Tensor | None = None  # identities, [B] int64 on the CPU; None without any
 
 
@@ -183,14 +184,16 @@ class CastCodec(BoundaryCodec):
 
 
 class GroupCodec(BoundaryCodec):
-    """Encodes groups of neighboring channels that share a scale; groups must not cross tokens."""
+    """Encodes groups of neighboring channels that share a scale; groups must not cross tokens.
+
+    Stochastic rounding draws noise of its own for each message of a step.
+    """
 
     def __init__(self, name: str, spec: CodecSpec) -> None:
-        if spec.group_size == "row" or spec.rounding == "stochastic":
+        if spec.group_size == "row":
             raise ValueError(
-                f"A stage boundary cannot be coded with group_size={spec.group_size!r}, "
-                f"rounding={spec.rounding!r}: every token needs scales of its own, and nothing "
-                "seeds the noise. Use a group_size of 16 to 4096 and rounding='nearest'."
+                "A stage boundary cannot be coded with group_size='row': every token needs scales "
+                "of its own. Use a group_size of 16 to 4096."
             )
         self.name, self.options = name, repr(spec)
         self.spec = spec
@@ -210,7 +213,9 @@ class GroupCodec(BoundaryCodec):
         """Encode all tokens as one row of ``spec``."""
         self.check(x.shape, x.dtype)
         rows = x.detach().contiguous().view(-1, x.shape[-1])
-        return encode(self.spec, flatten_rows(self.spec, rows)).view(-1)
+        place = message.boundary, message.backward, message.microbatch
+        seed = derive_seed(message.seed, *place)
+        return encode(self.spec, flatten_rows(self.spec, rows), seed=seed).view(-1)
 
     def decode(
         self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message

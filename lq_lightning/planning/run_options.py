@@ -66,7 +66,7 @@ class RunOptions:
     tensor_parallel: str | None = None
     pipeline_size: int | None = 1
     forward_codec: Any = "tah5"
-    backward_codec: Any = "tah5"
+    backward_codec: Any = "int5"
     recipe: str | ActivationPolicy | None = None
     budget: MemoryBudget | int | float | str | None = None
     adapt: bool | float | None = None

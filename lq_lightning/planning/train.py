@@ -135,7 +135,7 @@ GOALS: dict[str, tuple[str, str, str, str, str]] = {
       pipeline_size: 2  # the hosts; those GPUs of a host that have the same layers shard them
       schedule: 1f1b
       forward_codec: tah5  # 5 bits for hidden states; their tiles of 64 divide the hidden size
-      backward_codec: tah5
+      backward_codec: int5
   precision: bf16-mixed
 """,
         "",

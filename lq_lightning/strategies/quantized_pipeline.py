@@ -65,7 +65,8 @@ from lq_lightning.strategies.tensor_parallel import data_topology
 ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 Split = Literal["parameters"] | list[int] | dict[str, float]
 IntegerName = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
-CodecName = Literal["tah", "tah5", "amaq", "none", "bf16", "fp8"] | IntegerName
+BackwardName = Literal["none", "bf16", "fp8"] | IntegerName
+ForwardName = BackwardName | Literal["tah", "tah5", "aq_sgd", "amaq"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,9 +130,9 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             ``"int2"`` to ``"int8"``, ``"fp8"``, ``"bf16"`` or ``"none"``. Or a
             ``TAHQuantization``, an ``AQSGDQuantization`` or a ``CodecSpec``. Their tiles have to
             divide the hidden size.
-        backward_codec: Code of their gradients; any of these but ``"aq_sgd"``;
-            ``"amaq"``, with the widths of hidden states, only where ``forward_codec`` is. The paper
-            of TAH-Quant has ``"int6"``.
+        backward_codec: Code of their gradients, rounded stochastically: ``"int2"`` to ``"int8"``,
+            ``"fp8"``, ``"bf16"``, ``"none"`` or a ``CodecSpec``. The paper of TAH-Quant has
+            ``"int6"``, rounded to nearest.
         tied_gradients: Code of gradients of weights that the first and the last stage hold (an
             embedding that is also the head), exchanged once per optimizer step:
             ``"int8"``, ``"int4"`` or ``"none"``. ``"auto"`` is ``"none"`` where ``backward_codec``
@@ -162,12 +163,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         stages_per_rank: int = 1,
         split: Split = "parameters",
         trunk: str | None = None,
-        forward_codec: CodecName
-        | Literal["aq_sgd"]
-        | TAHQuantization
-        | AQSGDQuantization
-        | CodecSpec = "tah5",
-        backward_codec: CodecName | TAHQuantization | CodecSpec = "tah5",
+        forward_codec: ForwardName | TAHQuantization | AQSGDQuantization | CodecSpec = "tah5",
+        backward_codec: BackwardName | CodecSpec = "int5",
         tied_gradients: Literal["auto", "int8", "int4", "none"] = "auto",
         count_targets: Callable[[Any], Any] | None = None,
         *,

@@ -37,7 +37,7 @@ def _report(
 def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
     options = ["slow_network.py", "--tiny", "--text", str(FOLDER), "--seq", "16"]
     options += ["--microbatches", "4", "--micro-batch", "2", "--steps", "2", "--rate", "1mbit"]
-    two = _report(tmp_path, *options, "--codecs", "fp32,aq_sgd,tah,tah-int5")
+    two = _report(tmp_path, *options, "--codecs", "fp32,aq_sgd,tah,tah5")
     (alone,) = _report(tmp_path, *options, "--codecs", "fp32", size=1)["rows"]
     values = 4 * 2 * 16 * 64
     rows = {row["codec"]: row for row in two["rows"]}
@@ -50,7 +50,7 @@ def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
     assert exact["tokens_per_s"] == pytest.approx(4 * 2 * 16 / exact["step_ms"] * 1e3)
     # Differences in 4 bits, with scale and minimum per tile: all samples were seen in the warm-up.
     assert rows["aq_sgd"]["forward_bits"] == pytest.approx(4.5, abs=0.01)
-    assert [rows[n]["backward_bits"] for n in ("tah", "tah-int5")] == pytest.approx([7, 5.5])
+    assert [rows[n]["backward_bits"] for n in ("tah", "tah5")] == pytest.approx([4.5, 5.5])
     assert 4 < rows["tah"]["forward_bits"] < 5
     sent = rows["tah"]["payload_bytes"]
     bits = [rows["tah"][f"{way}_bits"] for way in ("forward", "backward")]

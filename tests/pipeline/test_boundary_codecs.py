@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
-from lq_lightning.pipeline.boundary import CODEC_NAMES, make_boundary_codec
+from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.message import BoundaryCodec, Message, TAHQuantization
 
 FORWARD = Message(boundary=0, backward=False, microbatch=0, training=False)
-NAMES = [name for name in CODEC_NAMES if name != "amaq"]  # which has widths: test_mixed.py
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of normal values, at most.
 ERRORS = {
@@ -30,12 +29,12 @@ ERRORS = {
     "int6": 0.022,
     "int7": 0.011,
     "int8": 0.006,
-    "nf4": 0.093,
-    "fp8_e4m3": 0.026,
     "tah": 0.12,
     "tah5": 0.045,
     "aq_sgd": 0.0,  # in evaluation
 }
+NAMES = tuple(ERRORS)  # all but "amaq", which has widths: test_boundary_widths.py
+OF_GRADIENTS = tuple(name for name in NAMES if name not in ("tah", "tah5", "aq_sgd"))
 
 
 def round_trip(codec: BoundaryCodec, x: Tensor, message: Message = FORWARD) -> Tensor:
@@ -81,7 +80,7 @@ def test_round_trip(name: str, dtype: torch.dtype) -> None:
 def test_sizes(
     name: str, backward: bool, batch: int, tokens: int, tiles: int, dtype: torch.dtype
 ) -> None:
-    codec = make_boundary_codec(name, backward=backward and name != "aq_sgd")
+    codec = make_boundary_codec(name, backward=backward and name in OF_GRADIENTS)
     x = torch.randn(batch, tokens, 64 * tiles).to(dtype)
     decoded = round_trip(codec, x)
     if name == "none":
@@ -98,11 +97,10 @@ def test_sizes(
         ("bf16", False, 16.0),
         ("fp8", False, 8.25),
         ("int4", False, 4.5),
-        ("int6", True, 7.0),  # of the paper: tiles of 32
+        ("int5", True, 5.5),
         ("int5", False, 5.5),
         ("tah", False, 4.41078125),
         ("tah5", False, 5.609375),
-        ("tah5", True, 5.609375),
         ("aq_sgd", False, 4.5),
     ],
 )
@@ -111,11 +109,34 @@ def test_bits_with_1600_channels(name: str, backward: bool, bits: float) -> None
     assert codec.bits_per_value((1, 1024, 1600), torch.float32) == bits
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("none", "aq_sgd")])
+@pytest.mark.parametrize("name", OF_GRADIENTS)
 def test_gradients_far_below_half_precision(name: str) -> None:
     x = torch.randn(1, 10, 64) * 1e-12
     decoded = round_trip(make_boundary_codec(name, backward=True), x)
-    assert float((decoded - x).norm() / x.norm()) < ERRORS[name] + 0.01
+    assert float((decoded - x).norm() / x.norm()) < 1.5 * ERRORS[name] + 0.01
+
+
+@pytest.mark.parametrize("code", ["int2", "int4", "fp8"])
+def test_gradients_are_right_on_average(code: str) -> None:
+    """Values below half a step, with a larger one in each tile, are all lost to nearest rounding.
+
+    Noise differs by seed, boundary and micro-batch.
+    """
+    x = torch.full((1, 4, 128), 1e-3)
+    x[..., ::64] = -1.0
+    codec = make_boundary_codec(code, backward=True)
+    seen = [
+        round_trip(codec, x, Message(boundary=b, backward=True, microbatch=m, seed=s))
+        for b in range(2)
+        for m in range(2)
+        for s in range(300)
+    ]
+    mean = torch.stack(seen).mean(0)[x > 0]
+    assert float(mean.mean()) == pytest.approx(1e-3, rel=0.25)
+    changed = [not torch.equal(seen[0], seen[n]) for n in (1, 300, 600)]
+    assert all(changed)
+    same = Message(boundary=0, backward=True, microbatch=0, seed=0)
+    assert torch.equal(round_trip(codec, x, same), seen[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,8 +162,9 @@ def test_specifications() -> None:
     bits = make_boundary_codec(config).bits_per_value(x.shape, x.dtype)
     assert bits == 8 * (320 + 80 + 80 + 16 + 32) / 640
     assert not torch.equal(round_trip(codec, x), round_trip(make_boundary_codec(config), x))
-    small = make_boundary_codec("tah", backward=True).bits_per_value((1, 1024, 1600), x.dtype)
-    assert small == pytest.approx(4.989, abs=1e-3)
+    noisy = CodecSpec(code="int4", group_size=16, rounding="stochastic")
+    for backward in (False, True):
+        assert make_boundary_codec(noisy, backward).options == repr(noisy)
 
 
 @pytest.mark.parametrize("share", [0.8, 0.7, 0.9, 1 / 3])
@@ -160,7 +182,7 @@ def test_uniform_bits_of_tah() -> None:
         uniform = TAHQuantization(bits=bits).kernel_format
         assert TAHQuantization(int4_share=share).kernel_format == uniform
     assert TAHQuantization().kernel_format == TAHQuantization(int4_share=0.8).kernel_format
-    named = round_trip(make_boundary_codec("tah5", backward=True), x)
+    named = round_trip(make_boundary_codec("tah5"), x)
     assert torch.equal(named, round_trip(make_boundary_codec(TAHQuantization(bits=5)), x))
     # nothing is ranked, so nothing needs tokens
     flat = round_trip(make_boundary_codec("tah5"), x[0, 3])
@@ -212,10 +234,10 @@ def test_unknown_codecs(codec: Any) -> None:
 def test_codecs_that_do_not_suit_boundaries() -> None:
     with pytest.raises(ValueError, match="needs scales of its own"):
         make_boundary_codec(CodecSpec(code="int4", group_size="row"))
-    with pytest.raises(ValueError, match="rounding='stochastic'"):
-        make_boundary_codec(CodecSpec(code="int4", group_size=64, rounding="stochastic"))
-    for codec in ("aq_sgd", AQSGDQuantization()):
-        with pytest.raises(ValueError, match="`backward_codec=.*'int8', 'int6' or 'tah5'"):
+    with pytest.raises(ValueError, match="same direction.*Choose rounding='stochastic'"):
+        make_boundary_codec(CodecSpec(code="int4", group_size=64), backward=True)
+    for codec in ("aq_sgd", AQSGDQuantization(), "tah5", TAHQuantization(), "amaq"):
+        with pytest.raises(ValueError, match="choose one of 'none', .* or give a `CodecSpec`"):
             make_boundary_codec(codec, backward=True)
 
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from lq_testing import run_ranks
 from lq_testing.pipeline_toys import Boundary, make_engine, make_gated, make_layers
 
+from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.mixed import WidthTable
 from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.boundary_widths import BoundaryWidths, MixedCodec
 from lq_lightning.pipeline.engine import PipelineEngine, batch_digest, batch_signature
 from lq_lightning.pipeline.execution import ProcessGroupLinks
-from lq_lightning.pipeline.message import TAHQuantization
 
 
 def _engine(size: int, codec: Any = "none") -> PipelineEngine:
@@ -71,7 +71,8 @@ def _disagree(rank: int, size: int) -> list[str]:
             engine.agree(**call)
         heard.append(str(error.value))
     engine.agree(data, training=True)  # and nobody is left behind
-    for codec in ("int8" if odd else "int4", TAHQuantization(tile_size=32 if odd else 64)):
+    spec = CodecSpec(code="int4", group_size=32 if odd else 64, rounding="stochastic")
+    for codec in ("int8" if odd else "int4", spec):
         with pytest.raises(RuntimeError, match="differ") as error:
             _engine(size, codec)
         heard.append(str(error.value))
@@ -106,7 +107,7 @@ def test_differences_raise_on_every_rank_with_the_values() -> None:
     assert "micro-batches is 2 on ranks 0, 2, 3 on rank 1" in count
     assert "samples' identities" in samples
     assert "backward_codec is int4 on ranks 0, 2, int8 on rank 1; forward_codec is" in codecs
-    assert "differ: options of backward_codec is TAHQuantization(" in options
+    assert "differ: options of backward_codec is CodecSpec(" in options
     assert "the digest of the widths of boundary 0 is" in widths
 
 

@@ -310,22 +310,22 @@ PIPELINE: dict[str, Any] = {"strategy": "quantized_pipeline", "pipeline_size": 4
             TWO_NODES,
             ("gradient sums int6",),
         ),
-        ({**PLAIN, **PIPELINE}, FOUR_PLAIN, ("boundaries tah5/tah5, 4 stages",)),
-        ({**PIPELINE}, FOUR_PLAIN, ("boundaries tah5/tah5, 4 stages",)),  # a rank per stage
+        ({**PLAIN, **PIPELINE}, FOUR_PLAIN, ("boundaries tah5/int5, 4 stages",)),
+        ({**PIPELINE}, FOUR_PLAIN, ("boundaries tah5/int5, 4 stages",)),  # a rank per stage
         (
             {**PLAIN, **PIPELINE, "others": {"stages_per_rank": 2}},
             FOUR_PLAIN,
-            ("boundaries tah5/tah5, 8 stages",),
+            ("boundaries tah5/int5, 8 stages",),
         ),
         (
             {**PLAIN, **PIPELINE, "others": {"stages_per_rank": 3}},
             FOUR_PLAIN,
-            ("boundaries tah5/tah5, 12 stages",),
+            ("boundaries tah5/int5, 12 stages",),
         ),
         (
             {**PLAIN, **PIPELINE, "pipeline_size": None, "forward_codec": "none"},
             SimpleNamespace(nodes=3, gpus_per_node=1, nvlink=False),
-            ("boundaries none/tah5, 4 stages",),
+            ("boundaries none/int5, 4 stages",),
         ),
         (
             {**PLAIN, **PIPELINE, "forward_codec": "none", "backward_codec": "none"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
+from lq_lightning.pipeline.message import CastCodec, Message
 
 EXACT = {"forward_codec": "none", "backward_codec": "none", "weights": "none", "gradients": "none"}
 
@@ -94,6 +96,35 @@ def _save(rank: int, world_size: int, root: str, options: dict[str, Any]) -> Any
         assert state.keys() == start.keys()
         assert all(torch.equal(state[name], start[name]) for name in state)
     return whole, state
+
+
+def _seeds_of_noise(rank: int, world_size: int, root: str) -> Any:
+    """Seeds of the gradients that this rank sent, in a run and in one that goes on from within."""
+    found: list[list[int]] = []
+    encode = CastCodec.encode
+
+    def noted(codec: CastCodec, x: Tensor, message: Message) -> Tensor:
+        if message.backward:
+            found[-1].append(message.seed)
+        return encode(codec, x, message)
+
+    path = f"{root}/noisy.ckpt"
+    with unittest.mock.patch.object(CastCodec, "encode", noted):
+        for saves, start in ((path, None), (None, path)):
+            found.append([])
+            strategy = QuantizedPipelineStrategy(pipeline_size=2, **EXACT)
+            _fit(root, strategy, world_size, start, saves)
+    return found
+
+
+def test_noise_of_gradients_differs_by_batch_and_replica(tmp_path: Path) -> None:
+    """Stage 1 is on ranks 2 and 3, and sends the gradients of 8 micro-batches."""
+    *silent, (one, again), (other, _) = run_trainer(_seeds_of_noise, 4, str(tmp_path))
+    assert silent == [[[], []]] * 2
+    batches = one[::8]
+    assert len({*batches, *other}) == 12
+    assert one == [seed for seed in batches for _ in range(8)]
+    assert again == one[24:]  # of the second epoch
 
 
 def _start(rank: int, world_size: int, root: str, loads: list[tuple[str, str]]) -> Any:

@@ -97,7 +97,7 @@ def _adaptive(rank: int, world: int, root: str, size: int) -> list[Any]:
             stages_per_rank=several,
             pipeline_size=size,
             forward_codec="amaq",
-            backward_codec="amaq",
+            backward_codec="bf16",
             min_quantized_numel=64,
         )
         bits = [

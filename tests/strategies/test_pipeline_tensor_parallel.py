@@ -25,6 +25,7 @@ from lq_lightning import (
     QuantizedPipelineStrategy,
     TAHQuantization,
 )
+from lq_lightning.codecs import CodecSpec
 
 STEPS, CODED_STEPS = 3, 8
 
@@ -145,13 +146,13 @@ def _eight(rank: int, world: int, root: str) -> dict[str, Any]:
         found[form]["unlike"] = unlike(module)
     torch.manual_seed(0)
     module = Module("replicated", tied=True, dropout=0.1)
-    codec = TAHQuantization(tile_size=16, bits=5)
+    noisy = CodecSpec(code="int5", group_size=16, rounding="stochastic")
     strategy = _strategy(
         node_size=4,
         weights="qWD",
         gradients=GradientQuantization(rounding="stochastic"),
-        forward_codec=codec,
-        backward_codec=codec,
+        forward_codec=TAHQuantization(tile_size=16, bits=5),
+        backward_codec=noisy,
         tied_gradients="int8",
         **SMALL,
     )

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.foundation.checks import check_choice, check_count, counted
-from lq_lightning.pipeline.boundary import CODEC_NAMES, codec_classes, make_boundary_codec
+from lq_lightning.pipeline.boundary import check_codec_name, make_boundary_codec
 from lq_lightning.pipeline.boundary_widths import LearnsWidths, MixedCodec
 from lq_lightning.pipeline.message import BoundaryCodec
 from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
@@ -62,26 +62,16 @@ class PipelineOptions:
                 "time, give the seconds that `lq_lightning.pipeline.measure.measure_times` "
                 "measures on one device."
             )
-        for name in ("forward_codec", "backward_codec"):
-            if isinstance(codec := getattr(self, name), str):
-                classes = codec_classes(backward=name == "backward_codec")
-                check_choice(owner, name, codec, CODEC_NAMES, *classes)
+        check_codec_name(owner, "forward_codec", self.forward_codec, backward=False)
+        check_codec_name(owner, "backward_codec", self.backward_codec, backward=True)
         self.make_codecs()
         if self.pipeline_size is not None:
             self.check_schedule(self.pipeline_size)
 
     def make_codecs(self) -> tuple[BoundaryCodec, BoundaryCodec]:
         """Return new codecs of hidden states and of their gradients, for one rank."""
-        forward = make_boundary_codec(self.forward_codec)
-        if self.backward_codec != "amaq":
-            return forward, make_boundary_codec(self.backward_codec, backward=True)
-        if not isinstance(forward, MixedCodec):
-            raise ValueError(
-                "`backward_codec='amaq'` sends gradients in the widths that are learned for hidden "
-                f"states, which travel as forward_codec={self.forward_codec!r}: set both to "
-                "'amaq', or choose another backward_codec, such as 'tah5'."
-            )
-        return forward, forward  # the same widths
+        backward = make_boundary_codec(self.backward_codec, backward=True)
+        return make_boundary_codec(self.forward_codec), backward
 
     def check_hidden_size(self, channels: int) -> None:
         """Refuse codecs whose tiles do not divide the channels, before the first batch does."""

@@ -492,7 +492,7 @@ class PipelineRun(StrategyPart):
             stage with other returned values; None if a micro-batch had no loss.
         """
         with self._running(scale) as (batch, means):
-            self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
+            self.engine.step(batch.boundary, batch.samples, len(batch.arguments), batch.seed)
             outputs = self._micro.in_order()
         self._refuse_together(batch)
         losses = [output.loss for output in outputs]
