@@ -176,10 +176,10 @@ _BOUNDARIES: tuple[tuple[str | float, str], ...] = (
     *(("tah5", f"int{bits}") for bits in (5, 4, 3, 2)),
     *((2, f"int{bits}") for bits in (4, 3)),
     ("tah5", "int5 nearest"),
-    ("tah", "int4"),
+    *(("tah", f"int{bits}") for bits in (4, 3)),
     ("int5 stochastic", "int5"),
     ("int4 stochastic", "int4"),
-    ("int4", "int4"),
+    *(("int4", f"int{bits}") for bits in (4, 3)),
     ("none", "int4"),
 )
 STAGES: dict[str, Plan] = {
