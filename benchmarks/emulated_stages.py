@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lq_lightning.codecs import named_codec
 from lq_lightning.pipeline.boundary import make_boundary_codec
-from lq_lightning.pipeline.message import Message
+from lq_lightning.pipeline.message import CenteredCodec, GroupCodec, Message
 
 EXACT = 10  # messages that a transform learns from before its first basis, sent as they are
 REFRESH = 50  # messages that share a basis
@@ -31,9 +32,9 @@ class Stages:
 
     Attributes:
         number: Stages, of equally many blocks or one more; no more than blocks.
-        forward: Codec of hidden states: a name of the library's without a memory, or the bits per
-            value of a ``Transform``. Behind the name may stand ``nearest`` or ``stochastic``, in
-            place of the rounding of the direction.
+        forward: Codec of hidden states: one of the library's without a memory, or the bits per
+            value of a ``Transform``. Behind a name may stand ``uncentered``, or behind that of
+            integers their rounding, for codes of the values as they are.
         backward: Codec of gradients.
     """
 
@@ -167,9 +168,12 @@ class _Library:
     """A codec of the library without a memory."""
 
     def __init__(self, kind: str, boundary: int, backward: bool) -> None:
-        name, _, rounding = kind.partition(" ")
-        like_gradients = backward if not rounding else rounding == "stochastic"
-        self.bits, self._codec = 0.0, make_boundary_codec(name, like_gradients)
+        name, _, how = kind.partition(" ")
+        self.bits, self._codec = 0.0, make_boundary_codec(name, backward)
+        if how in ("nearest", "stochastic"):
+            self._codec = GroupCodec(name, named_codec(name, 64, symmetric=False, rounding=how))
+        elif how and isinstance(self._codec, CenteredCodec):
+            self._codec = self._codec.codes
         self._facts = Message(boundary=boundary, backward=backward, microbatch=0)
 
     def send(self, x: Tensor, learn: bool) -> Tensor:

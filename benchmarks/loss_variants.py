@@ -68,6 +68,12 @@ PRESETS = {
     "llama_1m": Preset(arch="llama", layers=5, intermediate=256, **_SMALL),
     # 111e6 and 98e6 parameters, for two nodes of one rank; the vocabulary is that of --tokens.
     "gpt_110m": Preset(arch="gpt", intermediate=3072, **_LARGE),
+    # The same width in short sequences and few words, for a look on a CPU.
+    "gpt_wide": Preset(
+        arch="gpt",
+        intermediate=3072,
+        **{**_LARGE, "seq": 256, "vocab": 2048, "batch": 2, "steps": 140, "warmup": 50},
+    ),
     "llama_110m": Preset(arch="llama", intermediate=2048, **_LARGE),
 }
 
@@ -173,18 +179,20 @@ def _stages(number: int, forward: str | float, backward: str) -> dict[str, Plan]
 
 
 _BOUNDARIES: tuple[tuple[str | float, str], ...] = (
-    *(("tah5", f"int{bits}") for bits in (5, 4, 3, 2)),
+    ("tah5", "int5"),
+    *((forward, "int4") for forward in ("tah5", "tah", "int4", "int3", "none")),
+    *(("tah5 uncentered", f"int{bits}") for bits in (5, 4, 3, 2)),
     *((2, f"int{bits}") for bits in (4, 3)),
-    ("tah5", "int5 nearest"),
-    *(("tah", f"int{bits}") for bits in (4, 3)),
+    ("tah5 uncentered", "int5 nearest"),
+    *(("tah uncentered", f"int{bits}") for bits in (4, 3)),
     ("int5 stochastic", "int5"),
     ("int4 stochastic", "int4"),
-    *(("int4", f"int{bits}") for bits in (4, 3)),
-    ("none", "int4"),
+    *(("int4 nearest", f"int{bits}") for bits in (4, 3)),
+    ("int3 nearest", "int4"),
 )
 STAGES: dict[str, Plan] = {
     name: plan
-    for number, pairs in ((2, _BOUNDARIES), (4, _BOUNDARIES[:2]), (8, _BOUNDARIES))
+    for number, pairs in ((2, _BOUNDARIES), (4, (_BOUNDARIES[0], _BOUNDARIES[6])), (8, _BOUNDARIES))
     for codecs in pairs
     for name, plan in _stages(number, *codecs).items()
 }

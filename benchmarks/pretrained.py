@@ -32,11 +32,13 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import argument_parser, choices, write_report
+from emulated_stages import EmulatedStages, Stages
 from torch import Tensor, nn
 
 from lq_lightning import (
@@ -143,7 +145,33 @@ _KEYS_AND_VALUES = tuple(
     ActivationRule(module=f"*.{name}", kind="linear", matmul="native")
     for name in ("k_proj", "v_proj")
 )
+
+
+@contextmanager
+def eight_stages(model: nn.Module, forward: str, backward: str) -> Iterator[None]:
+    """Train in eight stages inside, whose boundaries have these codecs."""
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    emulated = EmulatedStages(Stages(8, forward, backward), len(layers))
+    handles = [
+        layers[block].register_forward_hook(lambda _, __, x, block=block: emulated.after(block, x))
+        for block in emulated.boundaries
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 Variant = Callable[[nn.Module], Any]  # a context in which the gradients are computed
+
+STAGES = (
+    *((code, code) for code in ("fp8", "int5", "int4")),
+    *((forward, "int5") for forward in ("tah5", "tah5 uncentered", "int5 nearest")),
+    *(("tah", backward) for backward in ("int5", "int4")),
+    *(("none", f"int{bits}") for bits in (5, 4, 3, 2)),
+    ("none", "int5 nearest"),
+)
 
 VARIANTS: dict[str, Variant] = {
     "bf16": lambda model: torch.autocast(model.device.type, torch.bfloat16),
@@ -171,6 +199,12 @@ VARIANTS: dict[str, Variant] = {
     "fp8-4bit, int8 forward": lambda model: quantized(
         model, replace(RECIPES["fp8-4bit"], matmul="int8_forward")
     ),
+    **{
+        f"8 stages, {forward} / {backward}": partial(
+            eight_stages, forward=forward, backward=backward
+        )
+        for forward, backward in STAGES
+    },
 }
 
 
@@ -178,7 +212,8 @@ def main() -> None:
     """Measure the variants and print the table."""
     parser = argument_parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="wheel, GGUF file or folder")
-    parser.add_argument("--variants", default=";".join(VARIANTS), help="separated by `;`")
+    own = ";".join(name for name in VARIANTS if "stages" not in name)
+    parser.add_argument("--variants", default=own, help="separated by `;` (default: on one device)")
     parser.add_argument("--pairs", type=int, default=1, help="of sequences (default: 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     args = parser.parse_args()
@@ -208,7 +243,7 @@ def main() -> None:
             "loss": statistics.mean(losses),
             "loss_error": statistics.stdev(losses) / math.sqrt(len(losses)) if losses[1:] else None,
         }
-        text = f"{name:28} {row['error']:8.4f} {row['cosine']:8.4f} {row['loss']:+8.4f}"
+        text = f"{name:40} {row['error']:8.4f} {row['cosine']:8.4f} {row['loss']:+8.4f}"
         spread = "" if row["loss_error"] is None else f" +- {row['loss_error']:.4f}"
         print(text + spread, flush=True)
         report.append(row)

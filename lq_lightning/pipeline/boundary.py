@@ -9,7 +9,14 @@ from lq_lightning.foundation.checks import check_choice
 
 from .aq_sgd import AQSGDCodec, AQSGDQuantization
 from .boundary_widths import MixedCodec
-from .message import BoundaryCodec, CastCodec, GroupCodec, TAHCodec, TAHQuantization
+from .message import (
+    BoundaryCodec,
+    CastCodec,
+    CenteredCodec,
+    GroupCodec,
+    TAHCodec,
+    TAHQuantization,
+)
 
 _INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
 _GRADIENTS = ("none", "bf16", "fp8", *_INTEGERS)
@@ -34,7 +41,9 @@ def make_boundary_codec(
     bf16 scale per tile of 64 channels; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale
     and minimum per tile. For hidden states also: ``"tah"`` is ``TAHQuantization``, ``"tah5"``
     the same with ``bits=5``; ``"aq_sgd"`` is ``AQSGDQuantization``; and ``"amaq"`` has learned
-    widths.
+    widths. Of hidden states, all of these codes but the last two are those of differences to the
+    mean of the message (``CenteredCodec``); a ``CodecSpec`` or ``TAHQuantization`` is taken as it
+    is.
 
     ``backward`` asks for a codec of gradients, whose codes are rounded stochastically. TAH-Quant
     rounds them to the nearest of 6 to 8 bits; but then the small values of a tile all become the
@@ -61,10 +70,12 @@ def make_boundary_codec(
     if codec == "amaq":
         return MixedCodec()
     if codec in ("tah", "tah5"):
-        return TAHCodec(codec, TAHQuantization(bits=None if codec == "tah" else 5))
+        bits = None if codec == "tah" else 5
+        return CenteredCodec(TAHCodec(codec, TAHQuantization(bits=bits)))
     if codec in ("none", "bf16"):
         return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
     name = "fp8_e4m3" if codec == "fp8" else codec
     rounding = "stochastic" if backward else "nearest"
     spec = named_codec(name, _TILE, symmetric=codec not in _INTEGERS, rounding=rounding)
-    return GroupCodec(codec, spec)
+    codes = GroupCodec(codec, spec)
+    return codes if backward else CenteredCodec(codes)

@@ -20,6 +20,7 @@ from torch import Tensor
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode, flatten_rows
 from lq_lightning.codecs.spec import GROUP_SIZES
 from lq_lightning.foundation.checks import check_choice, is_number
+from lq_lightning.kernels.message.format import ALIGNMENT_NBYTES, round_up
 from lq_lightning.kernels.tah import TAHFormat, tah_dequantize, tah_quantize
 
 # Channels that share a scale, in codecs that work on groups of a ``CodecSpec``.
@@ -332,3 +333,48 @@ class TAHCodec(BoundaryCodec):
 
 def _sequences_tokens_channels(shape: Sequence[int]) -> tuple[int, int, int]:
     return math.prod(shape[:-2]), math.prod(shape[-2:-1]), shape[-1]
+
+
+class CenteredCodec(BoundaryCodec):
+    """Sends the mean of a message's tokens in bf16, and what is left of each token as codes.
+
+    Hidden states of a model share a direction that is often several times as large as what tells
+    tokens apart. Its part of a tile sets the scale, and the error, of all values in it. TAH-Quant
+    does not have this. Its mean costs 16 bits per channel and message.
+    """
+
+    def __init__(self, codes: BoundaryCodec) -> None:
+        self.name, self.options = codes.name, f"centered {codes.options}"
+        self.codes = codes
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse what the codes cannot encode."""
+        self.codes.check(shape, dtype)
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
+        """Return the bytes of the mean and the codes."""
+        return self._mean_nbytes(shape) + self.codes.nbytes(shape, torch.float32, message)
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Encode the difference to the mean, which is 0 where it is not finite."""
+        self.check(x.shape, x.dtype)
+        tokens = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        mean = tokens.mean(0, dtype=torch.float32).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
+        codes = self.codes.encode((tokens - mean.float()).view(x.shape), message)
+        start = self._mean_nbytes(x.shape)
+        payload = codes.new_zeros(start + codes.numel())
+        payload[: 2 * x.shape[-1]] = mean.view(torch.uint8)
+        payload[start:] = codes
+        return payload
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Add the mean in fp32."""
+        check_payload(self.name, payload, self.nbytes(shape, dtype, message))
+        mean = payload[: 2 * shape[-1]].view(torch.bfloat16)
+        codes = payload[self._mean_nbytes(shape) :]
+        return self.codes.decode(codes, shape, torch.float32, message).add_(mean).to(dtype)
+
+    def _mean_nbytes(self, shape: Sequence[int]) -> int:
+        return round_up(2 * shape[-1], ALIGNMENT_NBYTES)

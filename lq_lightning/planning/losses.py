@@ -60,14 +60,6 @@ STUDIES = {
     "gpt_beta2": Study("GPT of 125M", 125e6, 2300, "ablation_gpt_125m_beta2_999", "ac819df"),
     "recipes": Study("Llama of 110M", 110e6, 2300, "activation_ablation_llama_125m", "ac819df"),
     "recipes_361m": Study("Llama of 361M", 361e6, 720, "activation_ablation_llama_350m", "ac819df"),
-    "stages_2": Study(
-        "Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m_2_stages", "5b07bc7"
-    ),
-    "stages_4": Study(
-        "Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m_4_stages", "5b07bc7"
-    ),
-    "stages_8": Study("Llama of 1.4M", 1.4e6, 200, "pipeline_ablation_llama_1m", "5b07bc7"),
-    "stages_8_125m": Study("Llama of 125M", 125e6, 500, "pipeline_ablation_llama_125m", "5b07bc7"),
     "stages_gpt": Study("GPT of 111M", 111e6, 1860, "loss_study_gpt_110m_boundaries"),
     "local_gpt": Study("GPT of 0.2M", 0.2e6, 512, "fewer_bytes_gpt_tiny", "5b07bc7"),
     "local_llama": Study("Llama of 0.1M", 0.1e6, 512, "fewer_bytes_llama_tiny", "5b07bc7"),
@@ -95,6 +87,18 @@ def _recipes(study: str, *rows: tuple[str, str, float, float | None]) -> list[Lo
     ]
     first = found[0]
     return [*found, first._replace(quantized=(_AUTO,), note=_NOT_ADAPTED)]
+
+
+def _stages(number: int, *rows: tuple[str, int, float, float]) -> list[Loss]:
+    """Boundaries by the variant of the study, from before hidden states were centered."""
+    return [
+        Loss(
+            *("stages_gpt", f"{number} stages, {variant}", seeds, percent, error),
+            (f"boundaries {variant.split()[0]}/{variant.split()[-1]}, {number} stages",),
+            "" if variant.startswith("none") else "with codes of hidden states as they are",
+        )
+        for variant, seeds, percent, error in rows
+    ]
 
 
 LOSSES: tuple[Loss, ...] = (
@@ -139,18 +143,16 @@ LOSSES: tuple[Loss, ...] = (
         ("coat", _COAT, +0.192, None),
         ("fp8-4bit", _MIXED, +0.229, None),
     ),
-    Loss("stages_2", "tah5 / tah5", 6, -0.002, 0.010, ("boundaries tah5/tah5, 2 stages",)),
-    Loss("stages_2", "tah", 6, +0.087, 0.019, ("boundaries tah/int6, 2 stages",)),
-    Loss("stages_4", "tah5 / tah5", 6, +0.023, 0.013, ("boundaries tah5/tah5, 4 stages",)),
-    Loss("stages_4", "tah", 6, +0.259, 0.048, ("boundaries tah/int6, 4 stages",)),
-    Loss("stages_8", "tah5 / tah5", 6, +0.113, 0.032, ("boundaries tah5/tah5, 8 stages",)),
-    Loss("stages_8", "tah", 6, +0.679, 0.034, ("boundaries tah/int6, 8 stages",)),
-    Loss("stages_8", "int4", 6, +0.327, 0.040, ("boundaries int4/int6, 8 stages",)),
-    Loss("stages_8_125m", "tah5 / tah5", 1, +0.767, None, ("boundaries tah5/tah5, 8 stages",)),
-    Loss("stages_8_125m", "tah", 1, +4.986, None, ("boundaries tah/int6, 8 stages",)),
-    Loss("stages_8_125m", "int4", 1, +2.897, None, ("boundaries int4/int6, 8 stages",)),
-    Loss("stages_gpt", "2 stages, tah5", 1, +0.127, 0.090, ("boundaries tah5/tah5, 2 stages",)),
-    Loss("stages_gpt", "8 stages, tah5", 2, +75.443, 2.265, ("boundaries tah5/tah5, 8 stages",)),
+    *_stages(2, ("tah5 uncentered / int5", 2, +0.240, 0.286)),
+    *_stages(4, ("tah5 uncentered / int5", 1, +0.648, 0.226)),
+    *_stages(
+        8,
+        ("tah5 uncentered / int5", 4, +0.697, 0.150),
+        ("tah5 uncentered / int4", 2, +1.012, 0.180),
+        ("int4 nearest / int4", 1, +3.265, 0.226),
+        ("tah uncentered / int4", 1, +6.022, 0.226),
+        ("none / int4", 2, -0.087, 0.160),
+    ),
     Loss("local_gpt", "4 bits every 8", 8, +3.419, 1.233, ("local steps 8 in 4 bits",)),
     Loss("local_gpt", "4 bits every 32", 8, +2.197, 0.239, ("local steps 32 in 4 bits",)),
     Loss("local_gpt", "4 bits every 64", 8, +2.774, 0.252, ("local steps 64 in 4 bits",)),
@@ -164,27 +166,6 @@ LOSSES: tuple[Loss, ...] = (
     Loss("tuning", "coat, INT8 forward", 5, -0.056, 0.027, (f"{_COAT}, INT8 forward",)),
     Loss("tuning", "fp8-4bit", 5, -0.085, 0.040, (_MIXED,)),
     Loss("tuning", "expanded_fp8", 5, +0.038, 0.023, (_STATES,)),
-    Loss(
-        *("tuning", "all together", 5, -0.029, 0.027),
-        (_NF4, _G6, _AGOQ, _STATES, "boundaries tah5/tah5, 4 stages"),
-    ),
-    *(
-        Loss(
-            "tuning",
-            f"{name}, {n} stages",
-            5,
-            percent,
-            error,
-            (f"boundaries {codecs}, {n} stages",),
-        )
-        for name, codecs, *rows in (
-            ("tah5", "tah5/tah5", (2, +0.021, 0.033), (4, +0.048, 0.040), (8, +0.127, 0.042)),
-            ("tah", "tah/int6", (2, +0.344, 0.047), (4, +0.875, 0.043), (8, +2.321, 0.034)),
-            ("int4", "int4/int6", (2, +0.708, 0.039), (4, +1.855, 0.057), (8, +5.684, 0.067)),
-            ("aq_sgd", "aq_sgd/int6", (2, -0.028, 0.043), (4, -0.030, 0.033), (8, -0.051, 0.035)),
-        )
-        for n, percent, error in rows
-    ),
 )
 
 

@@ -189,11 +189,6 @@ def test_fine_tuning_counts_where_pretraining_was_not_measured() -> None:
     assert "tuning" not in [loss.study for loss in cost.losses]
 
 
-def test_what_was_tuned_together_is_priced_in_parts_of_pretraining() -> None:
-    together = next(loss for loss in LOSSES if loss.variant == "all together")
-    assert len(price(together.quantized).costs) == 4
-
-
 def test_what_was_not_measured_is_never_zero() -> None:
     nothing = price(("gradient sums int8",))
     assert (nothing.percent, nothing.error_percent) == (None, None)
