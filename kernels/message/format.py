@@ -120,14 +120,10 @@ MIDDLE_CELL = 16
 def _cells(thresholds: tuple[float, ...]) -> tuple[int, ...]:
     """Return how many thresholds lie below each of 32 cells, so that one comparison is left.
 
-    Empty if two thresholds lie in one cell, or one is so close to the end of its cell that fp32
-    cannot tell on which side a value next to it lies.
+    No two thresholds may lie in one cell, and none so close to the end of its cell that fp32 cannot
+    tell on which side a value next to it lies.
     """
-    places = [CELLS_PER_UNIT * threshold + MIDDLE_CELL for threshold in thresholds]
-    cells = [round(place) for place in places]
-    near = any(abs(abs(place - round(place)) - 0.5) < 1e-3 for place in places)
-    if near or len(set(cells)) < len(cells):
-        return ()
+    cells = [round(CELLS_PER_UNIT * threshold + MIDDLE_CELL) for threshold in thresholds]
     return tuple(sum(cell < index for cell in cells) for index in range(32))
 
 

@@ -232,21 +232,21 @@ _TWO_TO_23 = tl.constexpr(8388608.0)
 
 
 @triton.jit
-def pick(index, TABLE, FIRST, STRIDE, BITS):
-    """fp32 ``TABLE[FIRST + STRIDE * i]`` with ``i`` the low ``BITS`` bits of ``index``."""
+def pick(index, TABLE, FIRST, BITS):
+    """fp32 ``TABLE[FIRST + i]`` with ``i`` the low ``BITS`` bits of ``index``."""
     if BITS == 0:
         value = tl.full(index.shape, TABLE[FIRST], tl.float32)
     else:
         HALF: tl.constexpr = 1 << (BITS - 1)
-        low = pick(index, TABLE, FIRST, STRIDE, BITS - 1)
-        high = pick(index, TABLE, FIRST + STRIDE * HALF, STRIDE, BITS - 1)
+        low = pick(index, TABLE, FIRST, BITS - 1)
+        high = pick(index, TABLE, FIRST + HALF, BITS - 1)
         value = tl.where((index & HALF) != 0, high, low)
     return value
 
 
 @triton.jit
-def look_up(index, TABLE, FIRST, STRIDE, BITS):
-    """``pick``, for many bits with fewer instructions.
+def look_up(index, TABLE, BITS):
+    """``pick`` from the first number on, for many bits with fewer instructions.
 
     Each thread of a warp knows one number and asks the others: two instructions instead of one per
     number. All threads must be here, which the compiler is told by side effects.
@@ -255,13 +255,13 @@ def look_up(index, TABLE, FIRST, STRIDE, BITS):
         lane_asm: tl.constexpr = "mov.u32 $0, %laneid; // $1"
         zero = tl.zeros(index.shape, tl.int32)
         lane = tl.inline_asm_elementwise(lane_asm, "=r,r", [zero], tl.int32, True, 1)
-        own = pick(lane, TABLE, FIRST, STRIDE, BITS)
+        own = pick(lane, TABLE, 0, BITS)
         WIDTH: tl.constexpr = ((32 - (1 << BITS)) << 8) | 0x1F
         asm: tl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, $3, 0xffffffff;"
         arguments = [own, index, tl.full(index.shape, WIDTH, tl.int32)]
         value = tl.inline_asm_elementwise(asm, "=f,f,r,r", arguments, tl.float32, False, 1)
     else:
-        value = pick(index, TABLE, FIRST, STRIDE, BITS)
+        value = pick(index, TABLE, 0, BITS)
     return value
 
 
@@ -287,7 +287,7 @@ def _level_at(word, int_to_float, SHIFT, FORMAT):
         level = _level_of(and_or(word, MASK, int_to_float), SHIFT, FORMAT)
     else:
         LEVELS: tl.constexpr = FORMAT.levels
-        level = look_up(word >> SHIFT, LEVELS, 0, 1, BITS)
+        level = look_up(word >> SHIFT, LEVELS, BITS)
     return level
 
 

@@ -222,26 +222,17 @@ def _thresholds_below(fmt: MessageFormat) -> tuple[float, ...]:
 
 @triton.jit
 def _nearest_level(y, FORMAT):
-    """Codes of a table in the low 16 bits; ``torch.bucketize`` of the reference."""
-    if len(FORMAT.cells) > 0:  # one comparison with the only threshold that may be next to a value
-        BELOW: tl.constexpr = _thresholds_below(FORMAT)
-        NEXT: tl.constexpr = _next_thresholds(FORMAT)
-        factor = tl.full(y.shape, _CELLS_PER_UNIT, tl.float32)
-        cell = tl.fma(y, factor, tl.full(y.shape, _ROUNDER + _MIDDLE_CELL, tl.float32))
-        cell = cell.to(tl.int32, bitcast=True)
-        code = look_up(cell, BELOW, 0, 1, 5).to(tl.int32, bitcast=True)
-        code += (y > look_up(cell, NEXT, 0, 1, 5)).to(tl.int32)
-    else:  # binary search
-        BITS: tl.constexpr = FORMAT.bits
-        THRESHOLDS: tl.constexpr = FORMAT.thresholds
-        code = tl.zeros(y.shape, tl.int32)
-        for step in tl.static_range(BITS):
-            # of the codes that begin with the bits found so far, where the upper half begins
-            threshold = look_up(
-                code, THRESHOLDS, (1 << (BITS - 1 - step)) - 1, 2 << (BITS - 1 - step), step
-            )
-            code = code * 2 + (y > threshold).to(tl.int32)
-    return code
+    """Codes of a table in the low 16 bits; ``torch.bucketize`` of the reference.
+
+    There is one comparison, with the only threshold that may be next to a value.
+    """
+    BELOW: tl.constexpr = _thresholds_below(FORMAT)
+    NEXT: tl.constexpr = _next_thresholds(FORMAT)
+    factor = tl.full(y.shape, _CELLS_PER_UNIT, tl.float32)
+    cell = tl.fma(y, factor, tl.full(y.shape, _ROUNDER + _MIDDLE_CELL, tl.float32))
+    cell = cell.to(tl.int32, bitcast=True)
+    code = look_up(cell, BELOW, 5).to(tl.int32, bitcast=True)
+    return code + (y > look_up(cell, NEXT, 5)).to(tl.int32)
 
 
 @triton.jit

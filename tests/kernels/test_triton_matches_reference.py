@@ -12,7 +12,7 @@ from lq_testing.codec_data import awkward_rows, make_format
 from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.data_parallel import WeightQuantization
-from lq_lightning.kernels.message import CODES, Code, MessageFormat
+from lq_lightning.kernels.message import CODES, MessageFormat
 from lq_lightning.kernels.message import reference as reference_rows
 from lq_lightning.kernels.message.format import CELLS_PER_UNIT
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
@@ -166,15 +166,9 @@ def test_one_scale_per_row(
     check_requantize(message[1:, None], numel, fmt, make_format("int6", group_size=0), device)
 
 
-@pytest.mark.parametrize("levels", [None, (-0.02, 0.0, 0.02, 1.0)], ids=["cells", "search"])
-def test_values_near_thresholds_of_a_table(
-    levels: tuple[float, ...] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And at the ends of cells; the second table has two thresholds in one."""
-    if levels is not None:
-        monkeypatch.setitem(CODES, "near", Code("table", 2, levels=levels))
-    fmt = make_format("nf4" if levels is None else "near", group_size=1024)
-    assert bool(fmt.cells) == (levels is None)
+def test_values_near_thresholds_of_a_table(device: torch.device) -> None:
+    """And at the ends of cells."""
+    fmt = make_format("nf4", group_size=1024)
     middles = torch.tensor(fmt.thresholds)
     ends = (torch.arange(-15, 16) + 0.5) / CELLS_PER_UNIT
     points = torch.cat([middles, ends, torch.tensor(fmt.parameters.levels)])
