@@ -174,12 +174,12 @@ class _Library:
             self._codec = GroupCodec(name, named_codec(name, 64, symmetric=False, rounding=how))
         elif how and isinstance(self._codec, CenteredCodec):
             self._codec = self._codec.codes
-        self._facts = Message(boundary=boundary, backward=backward, microbatch=0)
+        self._facts = Message(boundary=boundary, backward=backward, microbatch=0, seed=0)
 
     def send(self, x: Tensor, learn: bool) -> Tensor:
         self._codec.check(x.shape, x.dtype)
         self.bits = self._codec.bits_per_value(x.shape, x.dtype)
-        self._facts = replace(self._facts, seed=self._facts.seed + 1)  # noise of its own
+        self._facts = replace(self._facts, seed=(self._facts.seed or 0) + 1)  # noise of its own
         return self._codec.decode(self._codec.encode(x, self._facts), x.shape, x.dtype, self._facts)
 
 

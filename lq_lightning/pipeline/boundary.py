@@ -41,9 +41,9 @@ def make_boundary_codec(
     bf16 scale per tile of 64 channels; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale
     and minimum per tile. For hidden states also: ``"tah"`` is ``TAHQuantization``, ``"tah5"``
     the same with ``bits=5``; ``"aq_sgd"`` is ``AQSGDQuantization``; and ``"amaq"`` has learned
-    widths. Of hidden states, all of these codes but the last two are those of differences to the
-    mean of the message (``CenteredCodec``); a ``CodecSpec`` or ``TAHQuantization`` is taken as it
-    is.
+    widths. ``"fp8"``, integers, ``"tah"`` and ``"tah5"`` of hidden states are codes of differences
+    to the mean of the message (``CenteredCodec``); a ``CodecSpec`` or ``TAHQuantization`` is taken
+    as it is.
 
     ``backward`` asks for a codec of gradients, whose codes are rounded stochastically. TAH-Quant
     rounds them to the nearest of 6 to 8 bits; but then the small values of a tile all become the
@@ -58,7 +58,8 @@ def make_boundary_codec(
         if backward and codec.rounding == "nearest":
             raise ValueError(
                 f"`backward_codec={codec!r}` is not supported: rounding to nearest moves gradients "
-                "in the same direction at all boundaries. Choose rounding='stochastic'."
+                "in the same direction at all boundaries. Choose rounding='stochastic', and a code "
+                "with equal steps such as 'int5'."
             )
         return GroupCodec(codec.code, codec)
     if isinstance(codec, TAHQuantization):

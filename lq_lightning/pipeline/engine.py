@@ -244,7 +244,7 @@ class PipelineEngine:
         boundary: BoundaryMeta,
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> list[Tensor]:
         """Run forward and backward passes of all micro-batches; arguments are equal on all ranks.
 
@@ -253,7 +253,7 @@ class PipelineEngine:
             samples: int64 identities of the samples of the batch, in order, for codecs that
                 remember them.
             num_microbatches: micro-batches of this step, if not as usual.
-            seed: of codecs that round stochastically; another one for each step and replica.
+            seed: for codecs that round stochastically; another one for each step and replica.
 
         Returns:
             On the rank of the last stage the losses by micro-batch, without graphs; else nothing.
@@ -268,6 +268,7 @@ class PipelineEngine:
         boundary: BoundaryMeta,
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
+        seed: int | None = None,
     ) -> list[Any]:
         """Run forward passes of all micro-batches; any number of them suits any schedule.
 
@@ -275,7 +276,7 @@ class PipelineEngine:
         """
         program = evaluation_program(*self._program_arguments(num_microbatches))
         with torch.no_grad():
-            return self._run(program, boundary, samples, training=False)
+            return self._run(program, boundary, samples, training=False, seed=seed)
 
     def close(self) -> None:
         """Wait for payloads on their way, and close the codecs."""
@@ -290,7 +291,7 @@ class PipelineEngine:
         boundary: BoundaryMeta,
         samples: Tensor | None,
         training: bool,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> list[Any]:
         if self.failed is not None:
             raise RuntimeError(

@@ -433,7 +433,7 @@ class Execution:
     boundary: BoundaryMeta
     samples: tuple[Tensor | None, ...]
     training: bool
-    seed: int = 0
+    seed: int | None = None
     listener: Listener | None = None
     _inbox: Inbox = field(init=False)
     _split: set[Action] = field(init=False)

@@ -20,7 +20,6 @@ from torch import Tensor
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode, flatten_rows
 from lq_lightning.codecs.spec import GROUP_SIZES
 from lq_lightning.foundation.checks import check_choice, is_number
-from lq_lightning.kernels.message.format import ALIGNMENT_NBYTES, round_up
 from lq_lightning.kernels.tah import TAHFormat, tah_dequantize, tah_quantize
 
 # Channels that share a scale, in codecs that work on groups of a ``CodecSpec``.
@@ -55,7 +54,7 @@ class Message:
     backward: bool  # True for a gradient, False for a hidden state
     microbatch: int  # index within the step
     training: bool = True  # False in evaluation, which leaves no trace in codecs with a memory
-    seed: int = 0  # of the step, for codecs with noise
+    seed: int | None = None  # of the step, for codecs with noise
     samples: Tensor | None = None  # identities, [B] int64 on the CPU; None without any
 
 
@@ -187,7 +186,8 @@ class CastCodec(BoundaryCodec):
 class GroupCodec(BoundaryCodec):
     """Encodes groups of neighboring channels that share a scale; groups must not cross tokens.
 
-    Stochastic rounding draws noise of its own for each message of a step.
+    Stochastic rounding needs the seed of a message, from which each boundary, direction and
+    micro-batch has noise of its own.
     """
 
     def __init__(self, name: str, spec: CodecSpec) -> None:
@@ -214,8 +214,9 @@ class GroupCodec(BoundaryCodec):
         """Encode all tokens as one row of ``spec``."""
         self.check(x.shape, x.dtype)
         rows = x.detach().contiguous().view(-1, x.shape[-1])
-        place = message.boundary, message.backward, message.microbatch
-        seed = derive_seed(message.seed, *place)
+        seed = message.seed
+        if seed is not None:
+            seed = derive_seed(seed, message.boundary, message.backward, message.microbatch)
         return encode(self.spec, flatten_rows(self.spec, rows), seed=seed).view(-1)
 
     def decode(
@@ -339,8 +340,10 @@ class CenteredCodec(BoundaryCodec):
     """Sends the mean of a message's tokens in bf16, and what is left of each token as codes.
 
     Hidden states of a model share a direction that is often several times as large as what tells
-    tokens apart. Its part of a tile sets the scale, and the error, of all values in it. TAH-Quant
-    does not have this. Its mean costs 16 bits per channel and message.
+    tokens apart. Its part of a tile sets the scale, and the error, of all values in it. In the mean
+    a token counts by the inverse of its norm: the first token of a pretrained model, a hundred
+    times as large as the others, would pull the mean away from them. The mean is no part of
+    TAH-Quant.
     """
 
     def __init__(self, codes: BoundaryCodec) -> None:
@@ -353,28 +356,24 @@ class CenteredCodec(BoundaryCodec):
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
         """Return the bytes of the mean and the codes."""
-        return self._mean_nbytes(shape) + self.codes.nbytes(shape, torch.float32, message)
+        return 2 * shape[-1] + self.codes.nbytes(shape, torch.float32, message)
 
     def encode(self, x: Tensor, message: Message) -> Tensor:
-        """Encode the difference to the mean, which is 0 where it is not finite."""
+        """Encode the differences to the mean, in which tokens that are not finite do not count."""
         self.check(x.shape, x.dtype)
-        tokens = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        mean = tokens.mean(0, dtype=torch.float32).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
-        codes = self.codes.encode((tokens - mean.float()).view(x.shape), message)
-        start = self._mean_nbytes(x.shape)
-        payload = codes.new_zeros(start + codes.numel())
-        payload[: 2 * x.shape[-1]] = mean.view(torch.uint8)
-        payload[start:] = codes
-        return payload
+        tokens = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]).float()
+        norms = tokens.norm(dim=1, keepdim=True)
+        weights = norms.reciprocal().nan_to_num_(0.0, 0.0, 0.0)
+        sums = (tokens * weights).nansum(0)  # Inf times 0 is NaN
+        mean = (sums / weights.sum()).to(torch.bfloat16).nan_to_num_(0.0, 0.0, 0.0)
+        codes = self.codes.encode((tokens - mean).view(x.shape), message)
+        return torch.cat([mean.view(torch.uint8), codes])
 
     def decode(
         self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
     ) -> Tensor:
         """Add the mean in fp32."""
         check_payload(self.name, payload, self.nbytes(shape, dtype, message))
-        mean = payload[: 2 * shape[-1]].view(torch.bfloat16)
-        codes = payload[self._mean_nbytes(shape) :]
-        return self.codes.decode(codes, shape, torch.float32, message).add_(mean).to(dtype)
-
-    def _mean_nbytes(self, shape: Sequence[int]) -> int:
-        return round_up(2 * shape[-1], ALIGNMENT_NBYTES)
+        mean, codes = payload[: 2 * shape[-1]], payload[2 * shape[-1] :]
+        values = self.codes.decode(codes, shape, torch.float32, message)
+        return values.add_(mean.view(torch.bfloat16)).to(dtype)

@@ -6,7 +6,7 @@ import functools
 import pickle
 import re
 import warnings
-from typing import Any, cast
+from typing import Any, cast, get_args
 from unittest import mock
 
 import pytest
@@ -18,9 +18,12 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
+from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import GradientQuantization
+from lq_lightning.pipeline import boundary
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.stages import SharedTensor, describe_shared, stage_topology
+from lq_lightning.strategies.quantized_pipeline import BackwardName, ForwardName
 
 NONE = {"forward_codec": "none", "backward_codec": "none"}
 
@@ -34,7 +37,8 @@ NONE = {"forward_codec": "none", "backward_codec": "none"}
         ({"pipeline_size": 2, "stages_per_rank": 2}, "stages_per_rank=2.* with `schedule='1f1b'`"),
         ({"split": "time"}, "split='time'.*measure_times"),
         ({"forward_codec": "int9"}, "int9"),
-        ({"backward_codec": "aq_sgd"}, "aq_sgd"),
+        *(({"backward_codec": name}, f"={name!r}") for name in ("aq_sgd", "tah5", "amaq")),
+        ({"backward_codec": CodecSpec(code="int4", group_size=16)}, "rounding='stochastic'"),
         ({"reshard_after_forward": True}, "reshard_after_forward=True"),
         (
             {"schedule": "zbv", "stages_per_rank": 2, "compile_units": True},
@@ -180,6 +184,16 @@ def test_nodes_of_a_stage(world: int, pipeline: int, per_node: int, node_size: i
     topology = stage_topology(world, world - 1, pipeline, per_node)
     assert topology.node_size == node_size
     assert (topology.world_size, topology.rank) == (world // pipeline, world // pipeline - 1)
+
+
+def _names(literal: Any) -> set[Any]:
+    """Values of a `Literal`, or of a union of them."""
+    return {n for each in get_args(literal) for n in (_names(each) if get_args(each) else [each])}
+
+
+def test_types_have_the_names_of_all_codecs() -> None:
+    assert _names(BackwardName) == set(boundary._GRADIENTS)
+    assert _names(ForwardName) == set(boundary._HIDDEN_STATES)
 
 
 def test_unknown_codecs_name_the_option() -> None:
@@ -354,7 +368,7 @@ def test_refused_on_every_rank(tmp_path: Any) -> None:
 
 
 def test_codes_of_tied_gradients_are_named() -> None:
-    codec = _options(backward_codec="tah5").tied_codec()
+    codec = _options(backward_codec="int5").tied_codec()
     shared = [SharedTensor("net.embed.weight", None, cast(Any, None), codec)]
     told = "`net.embed.weight` travel in int8 between the ranks that hold it (tied_gradients='auto'"
     assert told in describe_shared(shared, "auto")

@@ -507,7 +507,9 @@ class PipelineRun(StrategyPart):
     def evaluate(self, everywhere: bool) -> Any:
         """Run forward passes; return the joined outputs on the last stage, or ``everywhere``."""
         with self._running(None) as (batch, _):
-            parts = self.engine.evaluate(batch.boundary, batch.samples, len(batch.arguments))
+            parts = self.engine.evaluate(
+                batch.boundary, batch.samples, len(batch.arguments), batch.seed
+            )
         self._refuse_together(batch)
         self._share(batch.step, [], batch.shares)
         result = concatenate(parts) if parts else None
