@@ -43,8 +43,7 @@ from lq_lightning.pipeline.message import BoundaryCodec, BoundaryMeta
 from lq_lightning.pipeline.partition import StageModule, keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 
-# Forward and backward. Integers have a scale and a minimum in bf16 per tile, by default of 64
-# channels forward and 32 backward.
+# Forward and backward. Integers have a scale and a minimum in bf16 per tile of 64 channels.
 CODECS: dict[str, tuple[Any, Any]] = {
     "fp32": ("none", "none"),
     "bf16": ("bf16", "bf16"),
