@@ -51,7 +51,7 @@ def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
     # Differences in 4 bits, with scale and minimum per tile: all samples were seen in the warm-up.
     assert rows["aq_sgd"]["forward_bits"] == pytest.approx(4.5, abs=0.01)
     assert [rows[n]["backward_bits"] for n in ("tah", "tah5")] == pytest.approx([4.5, 5.5])
-    assert 4 < rows["tah"]["forward_bits"] < 5
+    assert 4.5 < rows["tah"]["forward_bits"] < 5.1  # 32 tokens have a mean
     sent = rows["tah"]["payload_bytes"]
     bits = [rows["tah"][f"{way}_bits"] for way in ("forward", "backward")]
     assert sent == [round(values * each / 8) for each in bits]
