@@ -85,7 +85,7 @@ def test_pipeline(examples: Path, tmp_path: Path) -> None:
     options += ["--model.decoder.num_layers=2", "--data.batch_size=4", "--sample.max_new_tokens=0"]
     shown = _run("fit", "pipeline", examples, tmp_path, *options)
     assert "2 layers in 2 stages" in shown
-    assert "forward as tah5 (5." in shown
+    assert re.search(r"forward as tah5 \(\d\.\d+ bits per value\), backward as int5 \(5\.5", shown)
     result = report.read(tmp_path / "runs" / "pipeline" / "report.json")
     assert [step for step, _ in result.validation] == [2, 4]
     assert result.parameters == 123712

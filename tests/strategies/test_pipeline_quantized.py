@@ -135,7 +135,7 @@ def test_two_stages_in_few_bits(tmp_path: Path) -> None:
         assert report.counts["bytes_boundary_backward"] == 0
         assert report_of_last.counts["bytes_boundary_backward"] > 0
     bits, values = first[0][1].ratios["bits_per_hidden_value"]
-    assert 4.0 < bits / values < 6.0  # messages are short, and padded
+    assert 6.0 < bits / values < 7.0  # a bit of the mean: messages have 16 tokens
     bits, values = last[0][1].ratios["bits_per_hidden_gradient"]
     assert 5.5 <= bits / values < 6.0
     tied = first[0][1].counts["bytes_tied_gradients"] / 6  # optimizer steps
