@@ -147,7 +147,9 @@ def test_what_all_tokens_share_adds_no_error(name: str) -> None:
     spread = torch.randn(2, 50, 192)
     shared = torch.randn(192) * 30
     codec = make_boundary_codec(name)
-    error = (round_trip(codec, spread + shared) - spread - shared).norm() / spread.norm()
+    broken = spread + shared
+    broken[1, 49] = float("nan")  # nor does a token that is not finite
+    error = (round_trip(codec, broken) - spread - shared)[:, :49].norm() / spread.norm()
     assert float(error) < ERRORS[name] + 0.02
     one = round_trip(codec, shared.view(1, 1, 192)).flatten()
     assert float((one - shared).norm() / shared.norm()) < 0.002

@@ -99,12 +99,12 @@ def _save(rank: int, world_size: int, root: str, options: dict[str, Any]) -> Any
 
 
 def _seeds_of_noise(rank: int, world_size: int, root: str) -> Any:
-    """Seeds of the gradients that this rank sent, in a run and in one that goes on from within."""
+    """Seeds of what this rank sent: gradients of a run and of one that goes on, and to validate."""
     found: list[list[int]] = []
     encode = CastCodec.encode
 
     def noted(codec: CastCodec, x: Tensor, message: Message) -> Tensor:
-        if message.backward:
+        if message.backward or not message.training:
             found[-1].append(message.seed)
         return encode(codec, x, message)
 
@@ -113,14 +113,19 @@ def _seeds_of_noise(rank: int, world_size: int, root: str) -> Any:
         for saves, start in ((path, None), (None, path)):
             found.append([])
             strategy = QuantizedPipelineStrategy(pipeline_size=2, **EXACT)
-            _fit(root, strategy, world_size, start, saves)
+            run = _fit(root, strategy, world_size, start, saves)[0]
+        found.append([])
+        run.validate(Grouped(), loader(8, batch_size=8), verbose=False)
     return found
 
 
 def test_noise_of_gradients_differs_by_batch_and_replica(tmp_path: Path) -> None:
     """Stage 1 is on ranks 2 and 3, and sends the gradients of 8 micro-batches."""
-    *silent, (one, again), (other, _) = run_trainer(_seeds_of_noise, 4, str(tmp_path))
-    assert silent == [[[], []]] * 2
+    first, second, (one, again, _), (other, *_) = run_trainer(_seeds_of_noise, 4, str(tmp_path))
+    assert first[:2] == second[:2] == [[], []]
+    assert [len(each[2]) for each in (first, second)] == [8, 8]
+    assert None not in {*first[2], *second[2]}
+    assert len({*first[2], *second[2]}) == 2
     batches = one[::8]
     assert len({*batches, *other}) == 12
     assert one == [seed for seed in batches for _ in range(8)]
