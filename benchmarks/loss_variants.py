@@ -172,10 +172,10 @@ LOCAL: dict[str, Plan] = {
 }
 
 
-def _stages(number: int, forward: str | float, backward: str) -> dict[str, Plan]:
+def _stages(number: int, forward: str | float, backward: str) -> tuple[str, Plan]:
     name = forward if isinstance(forward, str) else f"klt {forward}"
     plan = Plan(stages=Stages(number, forward, backward))
-    return {f"{number} stages, {name} / {backward}": plan}
+    return f"{number} stages, {name} / {backward}", plan
 
 
 _BOUNDARIES: tuple[tuple[str | float, str], ...] = (
@@ -190,12 +190,12 @@ _BOUNDARIES: tuple[tuple[str | float, str], ...] = (
     *(("int4 nearest", f"int{bits}") for bits in (4, 3)),
     ("int3 nearest", "int4"),
 )
-STAGES: dict[str, Plan] = {
-    name: plan
-    for number, pairs in ((2, _BOUNDARIES), (4, (_BOUNDARIES[0], _BOUNDARIES[6])), (8, _BOUNDARIES))
-    for codecs in pairs
-    for name, plan in _stages(number, *codecs).items()
-}
+STAGES: dict[str, Plan] = dict(
+    [
+        *(_stages(number, *codecs) for number in (2, 8) for codecs in _BOUNDARIES),
+        *(_stages(4, forward, "int5") for forward in ("tah5", "tah5 uncentered")),
+    ]
+)
 
 VARIANTS: dict[str, Plan] = {
     BASELINE: Plan(),

@@ -291,7 +291,7 @@ class PipelineEngine:
         boundary: BoundaryMeta,
         samples: Tensor | None,
         training: bool,
-        seed: int | None = None,
+        seed: int | None,
     ) -> list[Any]:
         if self.failed is not None:
             raise RuntimeError(

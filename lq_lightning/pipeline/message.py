@@ -372,8 +372,12 @@ class CenteredCodec(BoundaryCodec):
     def decode(
         self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
     ) -> Tensor:
-        """Add the mean in fp32."""
+        """Add the mean in fp32, and keep what is rounded beyond fp16 at its largest value."""
         check_payload(self.name, payload, self.nbytes(shape, dtype, message))
         mean, codes = payload[: 2 * shape[-1]], payload[2 * shape[-1] :]
         values = self.codes.decode(codes, shape, torch.float32, message)
-        return values.add_(mean.view(torch.bfloat16)).to(dtype)
+        values.add_(mean.view(torch.bfloat16))
+        if dtype == torch.float16:
+            largest = torch.finfo(dtype).max
+            values.clamp_(-largest, largest)  # what was not finite is NaN, and stays
+        return values.to(dtype)

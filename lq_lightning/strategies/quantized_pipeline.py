@@ -130,9 +130,9 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             ``"int2"`` to ``"int8"``, ``"fp8"``, ``"bf16"`` or ``"none"``. Or a
             ``TAHQuantization``, an ``AQSGDQuantization`` or a ``CodecSpec``. Their tiles have to
             divide the hidden size.
-        backward_codec: Code of their gradients: ``"int2"`` to ``"int8"`` or ``"fp8"``, which are
-            rounded stochastically, a ``CodecSpec`` that is, too, ``"bf16"`` or ``"none"``. The
-            paper of TAH-Quant has ``"int6"``, rounded to nearest.
+        backward_codec: Code of their gradients: ``"int2"`` to ``"int8"`` or ``"fp8"``, rounded
+            stochastically; ``"bf16"`` or ``"none"``; or a ``CodecSpec`` with
+            ``rounding="stochastic"``. The paper of TAH-Quant has ``"int6"``, rounded to nearest.
         tied_gradients: Code of gradients of weights that the first and the last stage hold (an
             embedding that is also the head), exchanged once per optimizer step:
             ``"int8"``, ``"int4"`` or ``"none"``. ``"auto"`` is ``"none"`` where ``backward_codec``

@@ -164,6 +164,16 @@ def test_a_massive_token_adds_no_error_to_others(name: str) -> None:
     assert float(others.norm() / x[0, 2:].norm()) < ERRORS[name] + 0.02
 
 
+@pytest.mark.parametrize("name", ["fp8", "int4", "tah", "tah5"])
+def test_large_values_of_half_precision_stay_finite(name: str) -> None:
+    x = torch.randn(1, 16, 192).half()
+    x[0, 3, 5], x[0, 4, 7] = 65504.0, -65504.0
+    x[0, 5, 70] = float("inf")
+    decoded = round_trip(make_boundary_codec(name), x)
+    assert decoded[0, 3:5].isfinite().all()
+    assert not decoded[0, 5, 64:128].isfinite().any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_survives(name: str) -> None:
     x = torch.randn(1, 10, 192)

@@ -132,6 +132,7 @@ def test_gates_train_and_both_ends_follow(runs: Any) -> None:
     assert abs(metrics[f"adaptive_bits/{SITE}"] - metrics["adaptive_bits/mean"]) < 1e-5
     assert abs(last[0].mean - metrics["adaptive_bits/mean"]) <= 0.5 / WIDTH
     assert last[0].widths.unique().numel() > 1
+    assert state["gates"]["net.blocks.1:output"]["state"].unique().numel() > 2
     assert metrics["adaptive_bits/effective"] > metrics["adaptive_bits/mean"]
     assert list(state["gates"]) == ["net.blocks.1:output"]
     assert state["reached"]
