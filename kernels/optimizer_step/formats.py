@@ -3,11 +3,11 @@
 States are no messages: codes, scales and exponents are tensors of their own, which FSDP2 shards and
 checkpoints hold, and a group chooses its levels.
 
-A group of up to 128 elements has a scale, bf16, and where the format is expanded an exponent, a
-byte. A code is the number of a level, with the sign in bit 7 where the state has signs. A value
-between two levels becomes one of them by chance, so that small changes add up over many steps
-instead of being rounded away in each: with ``beta2 = 0.999`` a second moment changes by a
-thousandth, far less than half the distance between two levels.
+A group of up to 128 elements (``int8``: 32) has a scale, bf16, and where the format is expanded an
+exponent, a byte. In all formats but ``int8`` a code is the number of a level, with the sign in bit
+7 where the state has signs, and a value between two levels becomes one of them by chance, so that
+small changes add up over many steps instead of being rounded away in each: with ``beta2 = 0.999`` a
+second moment changes by a thousandth, far less than half the distance between two levels.
 
 * Signed states (first moments, momentum): the mean over the noise is the value itself.
 * Unsigned states (second moments): the mean of the *logarithm* is kept, to first order. Noise in v
@@ -29,9 +29,15 @@ decoding and encoding take a few integer operations on bit patterns.
   around zero, then ever wider. n is the largest for which the first level is at most twice the
   group's smallest value: 7 octaves with 7 bits, 34 with 2.
 
-``dynamic8`` and ``int8`` have a codebook, increasing numbers in ``[0, 1]``, times the scale: the
-largest magnitude, rounded up to bf16 if signed and to a power of two if not, which seldom changes.
-The codebook of ``int8``, for signed states only, is even.
+``dynamic8`` has a codebook, increasing numbers in ``[0, 1]``, times the scale: the largest
+magnitude, rounded up to bf16 if signed and to a power of two if not, which seldom changes.
+
+``int8``, for signed states only, is a signed integer times the scale: the largest magnitude of 32
+elements over 127, rounded up to bf16. A value becomes the nearest level if it has changed by a
+level or more in this step, and otherwise one of the two by chance. That is for Muon, whose momentum
+changes by a twentieth of a gradient that is several times as large, mostly by several levels. Such
+changes are not rounded away, and chance would double the variance of their errors. But where a
+gradient stays zero the momentum has to end, too.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-GROUP_SIZE = 128
+GROUP_SIZE = 128  # of all formats but int8
 NUM_SCALARS = 8
 RULES: tuple[str, ...] = ("adamw", "adam", "lion", "sgd", "nesterov")
 
@@ -87,7 +93,17 @@ class StateFormat:
     @property
     def has_codebook(self) -> bool:
         """Whether the levels of all groups are those of a codebook."""
-        return self.name in ("dynamic8", "int8")
+        return self.name == "dynamic8"
+
+    @property
+    def even(self) -> bool:
+        """Whether codes are signed integers, for which most values are rounded to the nearest."""
+        return self.name == "int8"
+
+    @property
+    def group_size(self) -> int:
+        """Elements of a group."""
+        return 32 if self.even else GROUP_SIZE
 
     @property
     def num_levels(self) -> int:
@@ -104,7 +120,7 @@ class StateFormat:
         if not self.quantized:
             return 4.0
         constants = 2 + int(self.expanded)
-        return 1.0 + constants * groups_per_row(length) / length
+        return 1.0 + constants * groups_per_row(length, self.group_size) / length
 
 
 FORMATS: tuple[str, ...] = ("expanded_fp8", "dynamic8", "int8", "float32")
@@ -115,7 +131,8 @@ def state_format(name: str, signed: bool) -> StateFormat:
     """Return a format by its name.
 
     ``expanded_fp8`` is FP8 with a dynamic range by group, ``dynamic8`` the dynamic map, ``int8``
-    even, and ``float32`` no codes. Another name raises ``ValueError``, as does ``int8`` unsigned.
+    even levels, and ``float32`` no codes. Another name raises ``ValueError``, as does ``int8``
+    unsigned.
     """
     if name not in FORMATS:
         raise ValueError(
@@ -134,14 +151,14 @@ def row_length(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
 
 
-def groups_per_row(length: int) -> int:
+def groups_per_row(length: int, group_size: int = GROUP_SIZE) -> int:
     """Return the groups of a row of ``length`` elements; the last may be shorter."""
-    return -(-length // GROUP_SIZE)
+    return -(-length // group_size)
 
 
 @lru_cache(maxsize=32)
 def codebook(fmt: StateFormat, device: torch.device) -> Tensor:
-    """Return the levels of ``int8``, or of ``dynamic8``: zero, parts of seven decades, and one.
+    """Return the levels of ``dynamic8``: zero, parts of seven decades, and one.
 
     Each decade is cut evenly in twice as many parts as the one below.
 
@@ -153,9 +170,6 @@ def codebook(fmt: StateFormat, device: torch.device) -> Tensor:
     """
     if not fmt.has_codebook:
         raise AssertionError(f"{fmt} has no codebook")
-    if fmt.name == "int8":
-        even = torch.arange(fmt.num_levels, dtype=torch.float64, device=_CPU) / SIGNED_CODES
-        return torch.cat([even, -even]).float().to(device)
     found = [0.0]
     for decade in range(7):
         parts = 2 ** (decade if fmt.signed else decade + 1)

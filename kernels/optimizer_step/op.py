@@ -18,7 +18,6 @@ from torch import Tensor
 from lq_lightning.kernels.message.operators import count_write
 from lq_lightning.kernels.optimizer_step import reference as cpu
 from lq_lightning.kernels.optimizer_step.formats import (
-    GROUP_SIZE,
     NUM_SCALARS,
     RULES,
     StateFormat,
@@ -106,17 +105,23 @@ def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> Prepar
             the shape of the parameter; its scale, ``[D, groups_per_row]`` bf16; and for
             ``expanded_fp8`` its exponent, the same in uint8. A state of the format ``float32`` is
             one fp32 tensor in the shape of the parameter. All are contiguous and on one device.
-        formats: formats of the one or two states.
+        formats: formats of the one or two states, of the same size of groups.
 
     Raises:
-        ValueError: shapes, dtypes, strides or numbers of tensors other than above.
+        ValueError: shapes, dtypes, strides, numbers of tensors or formats other than above.
     """
     param = tensors[0]
     if param.dim() == 0:
         raise ValueError("a parameter has no dimensions; pass a view of shape (1,).")
     check_tensor("param", param, tuple(param.shape), FLOAT_DTYPES)
-    length = row_length(param.shape)
-    constants = (param.shape[0], groups_per_row(length))
+    length, sizes = row_length(param.shape), {fmt.group_size for fmt in formats}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"states in {' and '.join(fmt.name for fmt in formats)} have groups of "
+            "different sizes; choose 'int8' only where there is one state."
+        )
+    size = formats[0].group_size
+    constants = (param.shape[0], groups_per_row(length, size))
     wanted = []
     for name, fmt in zip(("first", "second"), formats, strict=False):
         codes = torch.uint8 if fmt.quantized else torch.float32
@@ -151,8 +156,8 @@ def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> Prepar
         addresses=[tensor.data_ptr() for tensor in tensors],
         pointers=tuple(pointers),
         length=length,
-        row_groups=groups_per_row(length),
-        aligned=length % GROUP_SIZE == 0 and all(address % ALIGNMENT == 0 for address in wide),
+        row_groups=constants[1],
+        aligned=length % size == 0 and all(address % ALIGNMENT == 0 for address in wide),
     )
 
 

@@ -3,7 +3,7 @@
 Works on any device, tensor by tensor. Every function does the same IEEE fp32 operations in the
 same order as its twin in ``triton_kernels.py`` or ``triton_codes.py``.
 
-Shape legend: D rows (dimension 0), L elements of a row, R groups, S = 128 elements of a group.
+Shape legend: D rows (dimension 0), L elements of a row, R groups, S elements of a group.
 """
 
 from __future__ import annotations
@@ -40,10 +40,18 @@ STRIDE = 0x9E3779B1  # 2**32 over the golden ratio
 # Below this distance from a level, in parts of the way to the next, the kernel cannot tell the two
 # sides of a level apart. No noise is nearer to 0 or 1, so that both sides give the same code.
 LEAST_NOISE = 2.0**-11
+ONE_CODE = 1.0 / SIGNED_CODES
+# Adding it rounds an fp32 of small magnitude to an integer, which is then in the low bits.
+ROUNDER = 12582912.0  # 1.5 * 2**23
 
 
 def rounding_noise(
-    seed: int, first_group: int, count: int, stream: int, device: torch.device
+    seed: int,
+    first_group: int,
+    count: int,
+    stream: int,
+    device: torch.device,
+    size: int = GROUP_SIZE,
 ) -> Tensor:
     """Return ``[count, S]`` int64 in ``[0, 2**32)``, which depend on seed and position only.
 
@@ -52,7 +60,8 @@ def rounding_noise(
     spread more evenly than independent noise would be.
 
     ``seed`` differs for every parameter and step; ``first_group`` is the number of the first group
-    in the whole parameter; ``stream`` is 0 for the parameter, 1 and 2 for its states.
+    in the whole parameter; ``stream`` is 0 for the parameter, 1 and 2 for its states; ``size`` is
+    S.
     """
     key_a, key_b = seed_words(seed)
     group = torch.arange(first_group, first_group + count, device=device)
@@ -63,7 +72,7 @@ def rounding_noise(
     x = x * _signed(0x846CA68B) & _MASK_32
     x ^= x >> 16
     word = x * STREAMS[stream] & _MASK_32
-    steps = torch.arange(GROUP_SIZE, device=device) * STRIDE
+    steps = torch.arange(size, device=device) * STRIDE
     return (word[:, None] + steps) & _MASK_32
 
 
@@ -79,6 +88,8 @@ def decode_groups(
     ``scale`` is ``[R]`` bf16, 0 for groups of zeros; ``exponent`` ``[R]`` uint8 for expanded
     formats.
     """
+    if fmt.even:
+        return codes.view(torch.int8).float() * scale.float()[:, None]
     if exponent is None:
         return (codebook(fmt, codes.device) * scale.float()[:, None]).gather(1, codes.long())
     shift = (23 - exponent.int())[:, None]
@@ -93,7 +104,7 @@ def decode_groups(
 
 
 def encode_groups(
-    x: Tensor, fmt: StateFormat, noise: Tensor | None = None
+    x: Tensor, fmt: StateFormat, noise: Tensor | None = None, old: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Turn values into codes, with a fresh scale and exponent.
 
@@ -102,6 +113,7 @@ def encode_groups(
             too if the whole group is.
         fmt: the format.
         noise: ``[R, S]`` of ``rounding_noise``; None rounds to the nearer level.
+        old: ``[R, S]`` fp32, the values before this step, which even formats need beside noise.
 
     Returns:
         Codes ``[R, S]`` uint8, scale ``[R]`` bf16 and, for expanded formats, exponent ``[R]``
@@ -114,7 +126,9 @@ def encode_groups(
     special = zero | broken
     safe = largest.masked_fill(special, SMALLEST_BITS)
     exponent: Tensor | None = None
-    if fmt.expanded:
+    if fmt.even:
+        codes, scale_bits = _even_codes(x, safe, noise, old)
+    elif fmt.expanded:
         smallest = bits.masked_fill(bits < SMALLEST_BITS, MAGNITUDE).amin(-1)
         span = (safe - smallest).clamp_(min=0)
         encode = _signed_split if fmt.signed else _unsigned_split
@@ -124,11 +138,27 @@ def encode_groups(
         scale_bits = (safe + step) & ~step
         codes = _level_codes(bits, scale_bits.view(torch.float32), fmt, noise)
     scale = scale_bits.view(torch.float32)
-    if fmt.signed:
+    if fmt.signed and not fmt.even:
         codes |= (x.view(torch.int32) >> 24).bitwise_and_(0x80)
     codes = codes.masked_fill_(special[:, None], 0)  # the sign of NaN too: devices differ in it
     scale = scale.masked_fill(zero, 0.0).masked_fill_(broken, float("nan"))
     return codes.to(torch.uint8), scale.to(torch.bfloat16), exponent
+
+
+def _even_codes(
+    x: Tensor, largest: Tensor, noise: Tensor | None, old: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Signed integers in the low byte, and scale bits, from values and the bits of the largest."""
+    scale_bits = (largest.view(torch.float32) * ONE_CODE).view(torch.int32)
+    scale_bits = ((scale_bits + 0xFFFF) & ~0xFFFF).clamp_(min=SMALLEST_BITS)
+    scale = scale_bits.view(torch.float32)[:, None]
+    levels = x * scale.reciprocal()
+    if noise is not None:
+        if old is None:
+            raise AssertionError("noise of even formats needs old values")
+        chance = (noise.int() >> 9 & 0x7FFFFF | 0x3F800000).view(torch.float32) - 1.5
+        levels = levels + chance.masked_fill_((x - old).abs() >= scale, 0.0)
+    return (levels + ROUNDER).view(torch.int32) & 0xFF, scale_bits
 
 
 def _signed_split(
@@ -275,59 +305,63 @@ def step(
 ) -> None:
     """Update a parameter and its states in place; arguments as for ``op.optimizer_step``."""
     for part, length in _chunks(param):
-        count, row_groups = part.stop - part.start, groups_per_row(length)
-        padded = row_groups * GROUP_SIZE
+        size = formats[0].group_size
+        count, row_groups = part.stop - part.start, groups_per_row(length, size)
         place = first_group + part.start * row_groups, count * row_groups
-        noise = partial(rounding_noise, seed, *place, device=param.device)
-        p, g = (_grouped(t[part].reshape(count, length), padded) for t in (param, grad))
+        noise = partial(rounding_noise, seed, *place, device=param.device, size=size)
+        p, g = (_grouped(t[part].reshape(count, length), size) for t in (param, grad))
         old = [_load(state, part, length, fmt) for state, fmt in zip(states, formats, strict=True)]
         new_p, *new = update(rule, p, g, old[0], old[1] if len(old) > 1 else None, scalars)
         for stream, (state, fmt) in enumerate(zip(states, formats, strict=True), 1):
             values = new[stream - 1]
             if values is None:
                 raise AssertionError(f"rule {rule} has fewer states than were given")
-            _store(state, part, length, fmt, values, noise(stream) if fmt.quantized else None)
+            chance = (noise(stream), old[stream - 1]) if fmt.quantized else (None, None)
+            _store(state, part, length, fmt, values, *chance)
         target = param[part].view(count, length)
         if stochastic and param.dtype == torch.bfloat16:
             new_p = round_stochastically(new_p.contiguous(), noise(0))
-        target.copy_(new_p.view(count, padded)[:, :length])
+        target.copy_(new_p.view(count, -1)[:, :length])
 
 
-def _grouped(rows: Tensor, padded: int) -> Tensor:
-    """``[D, L]`` of any float dtype to ``[R, S]`` fp32, padded with zeros."""
-    values = rows.float()
-    if rows.shape[1] != padded:
-        values = F.pad(values, (0, padded - rows.shape[1]))
-    return values.reshape(-1, GROUP_SIZE)
+def _grouped(rows: Tensor, size: int) -> Tensor:
+    """``[D, L]`` of any dtype to ``[R, S]``, padded with zeros; floats become fp32."""
+    values = rows.float() if rows.is_floating_point() else rows
+    if beyond := -rows.shape[1] % size:
+        values = F.pad(values, (0, beyond))
+    return values.reshape(-1, size)
 
 
 def _load(state: State, part: slice, length: int, fmt: StateFormat) -> Tensor:
-    padded = groups_per_row(length) * GROUP_SIZE
-    rows = state.codes[part].reshape(-1, length)
+    grouped = _grouped(state.codes[part].reshape(-1, length), fmt.group_size)
     if state.scale is None:
-        return _grouped(rows, padded)
-    if length != padded:
-        rows = F.pad(rows, (0, padded - length))
+        return grouped
     exponent = None if state.exponent is None else state.exponent[part].reshape(-1)
-    return decode_groups(rows.reshape(-1, GROUP_SIZE), state.scale[part].reshape(-1), exponent, fmt)
+    return decode_groups(grouped, state.scale[part].reshape(-1), exponent, fmt)
 
 
 def _store(
-    state: State, part: slice, length: int, fmt: StateFormat, values: Tensor, noise: Tensor | None
+    state: State,
+    part: slice,
+    length: int,
+    fmt: StateFormat,
+    values: Tensor,
+    noise: Tensor | None = None,
+    old: Tensor | None = None,
 ) -> None:
-    padded = groups_per_row(length) * GROUP_SIZE
     target = state.codes[part].view(-1, length)
+    rows = values.view(len(target), -1)
     if state.scale is None:
-        target.copy_(values.view(-1, padded)[:, :length])
+        target.copy_(rows[:, :length])
         return
-    if padded != length:  # whatever the update made of what lies beyond the end of a row
-        values = values.reshape(-1, padded).clone()
-        values[:, length:] = 0.0
-    codes, scale, exponent = encode_groups(values.reshape(-1, GROUP_SIZE).contiguous(), fmt, noise)
-    target.copy_(codes.view(-1, padded)[:, :length])
-    state.scale[part] = scale.view(-1, padded // GROUP_SIZE)
+    if rows.shape[1] != length:  # whatever the update made of what lies beyond the end of a row
+        rows = rows.clone()
+        rows[:, length:] = 0.0
+    codes, scale, exponent = encode_groups(rows.view(-1, fmt.group_size), fmt, noise, old)
+    target.copy_(codes.view(rows.shape)[:, :length])
+    state.scale[part] = scale.view(len(target), -1)
     if state.exponent is not None and exponent is not None:
-        state.exponent[part] = exponent.view(-1, padded // GROUP_SIZE)
+        state.exponent[part] = exponent.view(len(target), -1)
 
 
 def decode_state(state: State, fmt: StateFormat) -> Tensor:
@@ -336,17 +370,16 @@ def decode_state(state: State, fmt: StateFormat) -> Tensor:
         return state.codes.float()
     out = torch.empty(state.codes.shape, dtype=torch.float32, device=state.codes.device)
     for part, length in _chunks(state.codes):
-        values = _load(state, part, length, fmt)
-        padded = groups_per_row(length) * GROUP_SIZE
-        out[part].view(-1, length).copy_(values.view(-1, padded)[:, :length])
+        target = out[part].view(-1, length)
+        target.copy_(_load(state, part, length, fmt).view(len(target), -1)[:, :length])
     return out
 
 
 def encode_state(values: Tensor, state: State, fmt: StateFormat) -> None:
     """Write values, in the shape of the parameter, into a state, rounded to the nearest level."""
     for part, length in _chunks(values):
-        padded = groups_per_row(length) * GROUP_SIZE
-        _store(state, part, length, fmt, _grouped(values[part].reshape(-1, length), padded), None)
+        rows = _grouped(values[part].reshape(-1, length), fmt.group_size)
+        _store(state, part, length, fmt, rows)
 
 
 def _chunks(x: Tensor) -> list[tuple[slice, int]]:

@@ -6,12 +6,12 @@ of the distance between levels or better, and may choose the wrong side of a lev
 the value. The value is then compared with a point between the two levels around it, which lies at
 least ``LEAST_NOISE`` = 4.9e-4 of the way from either, so that both choices lead to the same code.
 
-A program is one warp, which holds groups of 128 elements in a tile ``[32 // AT_ONCE, AT_ONCE,
-AT_ONCE, 4]``: lane, group, part of a group and element. So many lanes share a group and own four
-consecutive elements of each of its parts. All tensors have that layout, whatever their dtype: every
-load of a lane is a vector of four, and lanes of a group are neighbours in memory. Numbers of a
-group are ``[1, AT_ONCE, 1, 1]``: the more groups at once, the fewer lanes compute them for
-themselves, and the more elements they use them for.
+A program is one warp, which holds ``AT_ONCE`` groups of ``GROUP`` elements in a tile ``[32 //
+AT_ONCE, AT_ONCE, GROUP * AT_ONCE // 128, 4]``: lane, group, part of a group and element. So many
+lanes share a group and own four consecutive elements of each of its parts. All tensors have that
+layout, whatever their dtype: every load of a lane is a vector of four, and lanes of a group are
+neighbours in memory. Numbers of a group are ``[1, AT_ONCE, 1, 1]``: the more groups at once, the
+fewer lanes compute them for themselves, and the more elements they use them for.
 
 Triton spreads a tensor over the lanes of a warp dimension by dimension, after the one in which its
 elements are consecutive: with lanes and groups first, that is what is meant above.
@@ -26,7 +26,6 @@ import triton.language as tl
 
 from lq_lightning.kernels.activation.triton_arithmetic import exp2, log2, reciprocal
 from lq_lightning.kernels.optimizer_step.formats import (
-    GROUP_SIZE,
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
     MOST_MANTISSA_BITS,
@@ -36,9 +35,14 @@ from lq_lightning.kernels.optimizer_step.formats import (
     StateFormat,
     widest_spans,
 )
-from lq_lightning.kernels.optimizer_step.reference import LEAST_NOISE, STREAMS, STRIDE
+from lq_lightning.kernels.optimizer_step.reference import (
+    LEAST_NOISE,
+    ONE_CODE,
+    ROUNDER,
+    STREAMS,
+    STRIDE,
+)
 
-_GROUP = tl.constexpr(GROUP_SIZE)
 _WARP = tl.constexpr(32)
 _STREAMS = tl.constexpr(STREAMS)
 _STRIDE = tl.constexpr(STRIDE)
@@ -61,10 +65,10 @@ def lane_columns(AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def inner_columns(AT_ONCE: tl.constexpr):
-    """Columns of the elements of a lane after its first one, ``[1, 1, AT_ONCE, 4]``."""
-    part = tl.arange(0, AT_ONCE)[None, None, :, None]
-    return part * (_GROUP // AT_ONCE) + tl.arange(0, 4)[None, None, None, :]
+def inner_columns(AT_ONCE: tl.constexpr, GROUP: tl.constexpr):
+    """Columns of the elements of a lane after its first one, ``[1, 1, parts, 4]``."""
+    part = tl.arange(0, GROUP * AT_ONCE // (4 * _WARP))[None, None, :, None]
+    return part * (4 * _WARP // AT_ONCE) + tl.arange(0, 4)[None, None, None, :]
 
 
 @triton.jit
@@ -95,11 +99,11 @@ def group_noise(seed_a, seed_b, group):
 
 
 @triton.jit
-def element_noise(word, STREAM: tl.constexpr, AT_ONCE: tl.constexpr):
+def element_noise(word, STREAM: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr):
     """32 random bits of each element of a tile, uint32."""
     # Products with constants apart from each other: one addition is left for each element.
     first = word * _STREAMS[STREAM] + lane_columns(AT_ONCE).to(tl.uint32) * _STRIDE
-    return first + inner_columns(AT_ONCE).to(tl.uint32) * _STRIDE
+    return first + inner_columns(AT_ONCE, GROUP).to(tl.uint32) * _STRIDE
 
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -115,8 +119,8 @@ _MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
 _LEAST_NOISE = tl.constexpr(LEAST_NOISE)
 # Below every level but zero, in units of the scale, and with a logarithm.
 _LEAST_RATIO = tl.constexpr(2.0**-23)
-# Adding it rounds an fp32 of small magnitude to an integer, which is then in the low bits.
-_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
+_ONE_CODE = tl.constexpr(ONE_CODE)
+_ROUNDER = tl.constexpr(ROUNDER)
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
 _ROUNDER_PAIRS = tl.constexpr(0x4B400000 * 8 % (1 << 32))
 # Of the dynamic map: log10(2); the binary logarithm of what turns |x| / scale of decade 0 into
@@ -225,6 +229,9 @@ def _numbers_and_signs(codes):
 @triton.jit
 def decode_groups(codes, scale, exponent, levels, FORMAT: tl.constexpr):
     """Values of a tile; ``reference.decode_groups``."""
+    if FORMAT.even:
+        base = scale.to(tl.bfloat16, bitcast=True).to(tl.float32)
+        return codes.to(tl.int8, bitcast=True).to(tl.float32) * base
     base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     base = base_bits.to(tl.float32, bitcast=True)
     if FORMAT.signed:
@@ -308,19 +315,16 @@ def _level_below(ratio, FORMAT: tl.constexpr):
 
     More by ``_ROUNDER_BITS``, of which the low byte is zero.
     """
-    if FORMAT.name == "int8":
-        z = tl.fma(ratio, _SIGNED_CODES, -0.5)
-    else:
-        # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
-        # (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the number
-        # of a decade's first level is P, less one without signs. A ratio just above a power of ten
-        # may count for the decade below: the level below it is the same.
-        WIDER: tl.constexpr = 0 if FORMAT.signed else 1
-        decade = tl.fma(log2(ratio), _LOG10_2, 6.499) + _ROUNDER
-        parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
-        decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
-        z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
-        z = tl.fma(ratio, exp2(decade), z)
+    # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
+    # (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the number of a
+    # decade's first level is P, less one without signs. A ratio just above a power of ten may count
+    # for the decade below: the level below it is the same.
+    WIDER: tl.constexpr = 0 if FORMAT.signed else 1
+    decade = tl.fma(log2(ratio), _LOG10_2, 6.499) + _ROUNDER
+    parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
+    decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
+    z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
+    z = tl.fma(ratio, exp2(decade), z)
     # Rounded half a level below what is meant, which never ends below zero.
     LAST: tl.constexpr = FORMAT.num_levels - 2
     z = tl.minimum(z, LAST) + _ROUNDER
@@ -356,6 +360,18 @@ def _level_codes(bits, scale_bits, special, levels, noise, FORMAT: tl.constexpr)
 
 
 @triton.jit
+def _even_codes(x, old, largest, special, noise):
+    """Signed integers as uint8, and scale bits; ``reference._even_codes``."""
+    scale_bits = (largest.to(tl.float32, bitcast=True) * _ONE_CODE).to(tl.int32, bitcast=True)
+    scale_bits = tl.maximum((scale_bits + 0xFFFF) & -0x10000, _SMALLEST_BITS)
+    scale = scale_bits.to(tl.float32, bitcast=True)
+    chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
+    levels = x * tl.div_rn(1.0, scale) + tl.where(tl.abs(x - old) >= scale, 0.0, chance)
+    codes = (levels + _ROUNDER).to(tl.int32, bitcast=True)
+    return tl.where(special, 0, codes).to(tl.uint8), scale_bits
+
+
+@triton.jit
 def _with_signs(codes, x, special):
     """uint8 codes with the sign of ``x`` in bit 7; 0 where ``special``."""
     if _INTERPRETED:
@@ -384,7 +400,7 @@ def _with_signs(codes, x, special):
 
 
 @triton.jit
-def encode_groups(x, levels, noise, FORMAT: tl.constexpr):
+def encode_groups(x, old, levels, noise, FORMAT: tl.constexpr):
     """Codes, scale bits and exponents of a tile; ``reference.encode_groups``."""
     bits = x.to(tl.int32, bitcast=True)
     if FORMAT.signed or _INTERPRETED:  # nothing else has a sign, not even a GPU's NaN
@@ -397,7 +413,9 @@ def encode_groups(x, levels, noise, FORMAT: tl.constexpr):
     special = zero | broken
     safe = tl.where(special, 0, largest) + _SMALLEST_BITS
     exponent = safe
-    if FORMAT.expanded:
+    if FORMAT.even:
+        codes, scale_bits = _even_codes(x, old, safe, special, noise)
+    elif FORMAT.expanded:
         smallest = smallest_of_groups(above.to(tl.uint32, bitcast=True))
         span = tl.where(special, 0, largest - smallest.to(tl.int32, bitcast=True))
         if FORMAT.signed:
@@ -408,6 +426,7 @@ def encode_groups(x, levels, noise, FORMAT: tl.constexpr):
         STEP: tl.constexpr = 0xFFFF if FORMAT.signed else 0x7FFFFF
         scale_bits = (safe + STEP) & (-STEP - 1)
         codes = _level_codes(bits, scale_bits, special, levels, noise, FORMAT)
-    codes = _with_signs(codes, x, special) if FORMAT.signed else codes.to(tl.uint8)
+    if not FORMAT.even:
+        codes = _with_signs(codes, x, special) if FORMAT.signed else codes.to(tl.uint8)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
     return codes, stored, exponent.to(tl.uint8)

@@ -1,6 +1,6 @@
 """Triton kernel of the optimizer step, bit-identical to ``reference.py``.
 
-One launch updates many tensors. A program is one warp, which works on a few groups of 128 elements
+One launch updates many tensors. A program is one warp, which works on a few groups of elements
 at once, as ``triton_codes.py`` says.
 
 A table on the device, written for every launch, holds pointers and scalars of every tensor. Most of
@@ -36,7 +36,6 @@ from lq_lightning.kernels.optimizer_step.triton_codes import (
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _NAN = tl.constexpr(0x7FC00000)
-_GROUP = tl.constexpr(GROUP_SIZE)
 _SMALLEST_SQUARE = tl.constexpr(2.0**-100)  # 0f0D800000 below
 # Of a row of the table, its length, and where the scalars begin, in fp32 words.
 TABLE_WIDTH = 18
@@ -176,11 +175,11 @@ def _decode_state(stored, levels, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _encode_state(x, exists, levels, word, STREAM: tl.constexpr, FORMAT: tl.constexpr):
+def _encode_state(x, old, exists, levels, word, STREAM: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT.quantized:
         x = tl.where(exists, x, 0.0)
-        noise = element_noise(word, STREAM, x.shape[1])
-        stored = encode_groups(x, levels, noise, FORMAT)
+        noise = element_noise(word, STREAM, x.shape[1], FORMAT.group_size)
+        stored = encode_groups(x, old, levels, noise, FORMAT)
     else:
         stored = (x, 0, 0)
     return stored
@@ -197,15 +196,22 @@ def _store_state(stored, pointers, group, offsets, mask, inside, FORMAT: tl.cons
 
 
 @triton.jit
-def _locate(group, length, row_groups, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr):
+def _locate(
+    group,
+    length,
+    row_groups,
+    ALIGNED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Offsets of the elements of groups, and which of them exist."""
     column = lane_columns(AT_ONCE)
-    inner = inner_columns(AT_ONCE)
+    inner = inner_columns(AT_ONCE, GROUP)
     if ALIGNED:
-        offsets = group.to(tl.int64) * _GROUP + column + inner
+        offsets = group.to(tl.int64) * GROUP + column + inner
         exists = tl.full(group.shape, True, tl.int1)  # a constant: loads take no mask
     else:
-        start = (group % row_groups).to(tl.int64) * _GROUP
+        start = (group % row_groups).to(tl.int64) * GROUP
         offsets = (group // row_groups).to(tl.int64) * length + start + column + inner
         exists = column + inner < length - start
     return offsets, exists
@@ -235,6 +241,7 @@ def optimizer_step_kernel(
     scalars = scalars_ptr + tensor * (2 * _TABLE_WIDTH) + _SCALARS_AT
     TWO: tl.constexpr = RULE == "adamw" or RULE == "adam"
     ALIGNMENT: tl.constexpr = 16 if ALIGNED else 1
+    GROUP: tl.constexpr = FIRST.group_size
     p_ptr = _pointer(table, 0, P_DTYPE, ALIGNMENT)
     g_ptr = _pointer(table, 1, G_DTYPE, ALIGNMENT)
     m_ptrs = _state_pointers(table, 2, FIRST, ALIGNMENT)
@@ -255,7 +262,7 @@ def optimizer_step_kernel(
         inside = group < limit
         # After the last group the same one again, which is not stored twice.
         group = tl.minimum(group, limit - 1)
-        offsets, exists = _locate(group, length, row_groups, ALIGNED, AT_ONCE)
+        offsets, exists = _locate(group, length, row_groups, ALIGNED, AT_ONCE, GROUP)
         mask = inside & exists
         # All loads, so that they are on their way together.
         m = _load_state(m_ptrs, group, offsets, exists, FIRST)
@@ -264,17 +271,18 @@ def optimizer_step_kernel(
         g = _widened(tl.load(g_ptr + offsets, exists))
         m = _decode_state(m, first_levels, FIRST)
         v = _decode_state(v, second_levels, SECOND) if TWO else m
+        old_m, old_v = m, v
         p, m, v = _update(p, g, m, v, s, RULE)
         word = group_noise(seed_a, seed_b, noise_group + group)
         if STOCHASTIC:
-            p = round_stochastically(p, element_noise(word, 0, AT_ONCE))
+            p = round_stochastically(p, element_noise(word, 0, AT_ONCE, GROUP))
         else:
             p = round_output(p, P_DTYPE)
         tl.store(p_ptr + offsets, p, mask)
-        m = _encode_state(m, exists, first_levels, word, 1, FIRST)
+        m = _encode_state(m, old_m, exists, first_levels, word, 1, FIRST)
         _store_state(m, m_ptrs, group, offsets, mask, inside, FIRST)
         if TWO:
-            v = _encode_state(v, exists, second_levels, word, 2, SECOND)
+            v = _encode_state(v, old_v, exists, second_levels, word, 2, SECOND)
             _store_state(v, v_ptrs, group, offsets, mask, inside, SECOND)
 
 
@@ -283,7 +291,7 @@ def optimizer_step_kernel(
 # then the scalars, two fp32 each.
 _GRADIENT, _FIRST_GROUP, _SEED, _SCALARS = 1, 12, 13, 14
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-# A program is one warp, which works on this many groups.
+# A program is one warp, which works on this many groups of 128 elements, or more shorter ones.
 GROUPS_PER_PROGRAM = 64
 
 
@@ -317,6 +325,8 @@ def _groups_at_once(formats: Sequence[StateFormat], rounded: bool) -> int:
     More leave less to compute per group, and take more registers: with 8 groups and levels of a
     codebook they are spilled, which takes twice as long.
     """
+    if formats[0].even:
+        return 8
     if len(formats) == 1 or not all(fmt.expanded for fmt in formats):
         return 2
     return 8 if rounded else 4
@@ -352,17 +362,19 @@ def launch_optimizer_step(
     first_groups: Sequence[int],
     rule: str,
     stochastic: bool,
-    per_program: int = GROUPS_PER_PROGRAM,
+    per_program: int | None = None,
     at_once: int | None = None,
 ) -> None:
     """Launch the kernel on all tensors, those with rows of whole groups apart from the others.
 
     Arguments are those of ``optimizer_step``, which has checked them. A program works on
-    ``per_program`` groups, ``at_once`` at a time: a power of two up to 32, by default the fastest.
+    ``per_program`` groups, ``at_once`` at a time: a power of two up to 32, so many that they have
+    at least 128 elements. By default both are the fastest.
     """
     kind = prepared[0].kind
     rounded = stochastic and kind.dtype == torch.bfloat16
     at_once = at_once or _groups_at_once(kind.formats, rounded)
+    per_program = per_program or GROUPS_PER_PROGRAM * GROUP_SIZE // kind.formats[0].group_size
     if per_program % at_once:
         raise ValueError(f"{per_program=} must be a multiple of {at_once=}.")
     addresses = [grad.data_ptr() for grad in grads]

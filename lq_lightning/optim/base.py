@@ -24,7 +24,7 @@ from lq_lightning._compat.tensors import (
 )
 from lq_lightning._compat.torch import add_one_to_all
 from lq_lightning.codecs import derive_seed
-from lq_lightning.kernels.optimizer_step.formats import StateFormat, groups_per_row
+from lq_lightning.kernels.optimizer_step.formats import StateFormat
 from lq_lightning.kernels.optimizer_step.op import (
     FLOAT_DTYPES,
     PreparedTensor,
@@ -87,8 +87,7 @@ class ParamStepCache:
         find: Function from the entry to the tensors of the states, in the order of ``prepare``, and
             the step.
         found: Local tensors that it returned; the parameter's comes first.
-        first_group: Number of the first local group of elements, other than on ranks that have
-            other elements.
+        first_row: Number of the first local row, other than on ranks that have other rows.
         step_on_cpu: Whether the step is an fp32 number on the CPU, as torch makes them.
         group: Number of the parameter group.
         count: The step after ``_advance``.
@@ -103,7 +102,7 @@ class ParamStepCache:
     prepared: PreparedTensor | None = None
     find: Callable[[Mapping[str, Any]], tuple[Any, ...]] = lambda entry: ()
     found: tuple[ref[Tensor], ...] = ()
-    first_group: int = 0
+    first_row: int = 0
     step_on_cpu: bool = False
     group: int = 0
     count: int = 0
@@ -458,7 +457,7 @@ class QuantizedOptimizer(Optimizer):
         local = local_tensor(param)
         if not local.is_contiguous():
             write_back.append((local, local := local.contiguous()))
-        cache.first_group = first_row(param) * groups_per_row(row_pieces(param).length)
+        cache.first_row = first_row(param)
         return cache, cache.fill(local, entry, formats)
 
     def _check(self, param: Tensor) -> None:
@@ -505,7 +504,10 @@ class QuantizedOptimizer(Optimizer):
                 derive_seed(self.quantization_config.seed, cache.count, cache.position)
                 for cache in caches
             ],
-            [cache.first_group for cache in caches],
+            [
+                cache.first_row * item.row_groups
+                for cache, item in zip(caches, batch.prepared, strict=True)
+            ],
             batch.rule,
             stochastic,
         )

@@ -17,7 +17,7 @@ StateCode = Literal["expanded_fp8", "dynamic8", "float32"]
 
 FORMAT_VERSION = 2
 STAMP = "quantization"  # key in parameter groups
-MOMENTUM_STAMP = f"{FORMAT_VERSION}/int8"  # of groups of Muon whose momentum is quantized
+MOMENTUM_STAMP = f"{FORMAT_VERSION}/int8/32"  # of groups of Muon whose momentum is quantized
 # With shorter rows, two states with three bytes of constants per group would take more than 2.2
 # bytes per parameter.
 MIN_ROW_LENGTH = 32
@@ -35,7 +35,7 @@ class OptimizerQuantization:
         first_moment: Format of ``exp_avg`` (AdamW, Adam, Lion) and of SGD's ``momentum_buffer``.
             ``"expanded_fp8"`` is FP8 with a dynamic range for every group, as in COAT;
             ``"dynamic8"`` the dynamic map of 8-bit optimizers (Dettmers et al.); ``"float32"``
-            stores no codes. Muon's momentum is in ``"int8"`` instead of either.
+            stores no codes. Muon's momentum is in ``"int8"`` instead of either, in groups of 32.
         second_moment: Format of ``exp_avg_sq``.
         min_numel: Parameters with fewer elements, counted before sharding, keep fp32 states.
         quantize_embeddings: Whether to quantize the states of embedding weights too. They are known

@@ -62,7 +62,7 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         update_codec: Codec of the pieces of updates that ranks exchange, the same on all ranks;
             None sends bf16. ``CodecSpec(code="int8", group_size=128)`` halves these bytes.
         quantization: Formats, and the choice of states that stay in fp32. Momentum of matrices is
-            in ``"int8"``: even levels in groups of 128, unless ``first_moment="float32"``.
+            in ``"int8"``, even levels in groups of 32, unless ``first_moment="float32"``.
         full_precision: Parameters whose states stay in fp32, such as ``embedding_weights(model)``.
 
     Raises:
@@ -167,7 +167,7 @@ class QuantizedMuon(QuantizedOptimizer, torch.optim.Muon):
         if not _is_muon(group) or not formats["momentum_buffer"].quantized:
             return formats
         # Newton-Schulz iterations amplify small singular values, and rounding errors with them:
-        # even levels have half the error of expanded_fp8.
+        # those of even levels are the smallest that a byte allows.
         return {"momentum_buffer": state_format("int8", signed=True)}
 
     def _stamp(self, group: Mapping[str, Any]) -> str:

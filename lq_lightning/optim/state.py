@@ -23,7 +23,6 @@ from lq_lightning._compat.tensors import (
     whole_tensor,
 )
 from lq_lightning.kernels.optimizer_step.formats import (
-    GROUP_SIZE,
     MOST_MANTISSA_BITS,
     StateFormat,
     groups_per_row,
@@ -49,19 +48,19 @@ def zero_state(param: Tensor, name: str, fmt: StateFormat) -> dict[str, Tensor]:
     if not fmt.quantized:
         values = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
         return {name: _placed(values, param)}
-    shape = (local.shape[0], groups_per_row(row_pieces(param).length))
+    shape = (local.shape[0], groups_per_row(row_pieces(param).length, fmt.group_size))
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
     constants = {name + SCALE: torch.zeros(shape, dtype=torch.bfloat16, device=local.device)}
     if fmt.expanded:
         constants[name + EXPONENT] = torch.full(
             shape, MOST_MANTISSA_BITS, dtype=torch.uint8, device=local.device
         )
-    wanted = constants_layout(param)
+    wanted = constants_layout(param, fmt)
     entry = {key: placed(value, param, wanted) for key, value in constants.items()}
     return {name + CODES: _placed(codes, param), **entry}
 
 
-def constants_layout(param: Tensor) -> Layout:
+def constants_layout(param: Tensor, fmt: StateFormat) -> Layout:
     """Layout of scales and exponents of a parameter ``[D, ...]`` whose rows may be cut in T pieces.
 
     Groups never cross ranks. Where the pieces are whole groups it is ``[D, groups of a row]``,
@@ -69,8 +68,8 @@ def constants_layout(param: Tensor) -> Layout:
     ``[T * D, groups of a piece]``, all first pieces before all second ones, which no other T has.
     """
     pieces = row_pieces(param)
-    arrange = stacked_layout if pieces.length % GROUP_SIZE else rows_layout
-    return arrange(param, groups_per_row(pieces.length))
+    arrange = stacked_layout if pieces.length % fmt.group_size else rows_layout
+    return arrange(param, groups_per_row(pieces.length, fmt.group_size))
 
 
 def _placed(local: Tensor, param: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ def _decoded_pieces(
     shapes = {entry[key].shape if key in entry else None for key in keys[1:]}
     rows, length = param.shape[0], row_length(param.shape)
     number = entry[keys[1]].shape[0] // max(rows, 1) if keys[1] in entry else 0
-    wanted = (number * rows, groups_per_row(length // max(number, 1)))
+    wanted = (number * rows, groups_per_row(length // max(number, 1), fmt.group_size))
     if not number or length % number or shapes != {wanted} or entry[keys[0]].shape != param.shape:
         return None
     codes, *constants = (_whole(entry[key]) for key in keys)
@@ -254,7 +253,7 @@ def _read_state(
 ) -> dict[str, Tensor]:
     values = entry.get(name)
     if is_quantized(entry, name):
-        constants = constants_layout(param)
+        constants = constants_layout(param, fmt)
         if any(entry[k].shape != constants.shape for k in part_names(name, fmt)[1:] if k in entry):
             values = _decoded_pieces(entry, name, param, fmt)
         if values is None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lq_lightning.kernels.optimizer_step.formats import (
     FORMATS,
-    GROUP_SIZE,
     StateFormat,
     level_pairs,
     state_format,
@@ -38,9 +37,12 @@ CPU = torch.device("cpu")
 
 
 def round_trip(x: Tensor, fmt: StateFormat, seed: int | None = 0) -> Tensor:
-    """Decoded codes of ``[R, 128]``; rounded to the nearest without a seed."""
-    noise = None if seed is None else rounding_noise(seed, 0, len(x), 1, CPU)
-    return decode_groups(*encode_groups(x.contiguous(), fmt, noise), fmt)
+    """Decoded codes of ``[R, 128]``, unchanged but for noise; the nearest without a seed."""
+    groups = x.reshape(-1, fmt.group_size).contiguous()
+    noise = None
+    if seed is not None:
+        noise = rounding_noise(seed, 0, len(groups), 1, CPU, fmt.group_size)
+    return decode_groups(*encode_groups(groups, fmt, noise, groups), fmt).view_as(x)
 
 
 def wide(octaves: float) -> Tensor:
@@ -60,8 +62,8 @@ def test_signed_codes_keep_the_mean(name: str, octaves: float) -> None:
     found = round_trip(x.expand(1 << 13, -1), fmt)
     mean, low, high = found.double().mean(0), found.amin(0), found.amax(0)
     gap = (high - low).maximum(x.abs() / 128)
-    kept = low * high > 0  # codebooks make less than half their smallest level zero
-    if name == "expanded_fp8":
+    kept = low * high > 0  # the codebook makes less than half its smallest level zero
+    if name != "dynamic8":
         kept[:] = True
     error = ((mean - x) / gap)[kept]
     assert error.abs().max() < 0.03  # 5 standard deviations of half a gap
@@ -105,22 +107,30 @@ def test_error_of_one_rounding(sigma: float) -> None:
 
 
 def test_even_levels_have_the_least_error_of_noise() -> None:
+    """Two fifths of other formats where values change; by chance it is 1.4 times as large."""
     x = torch.randn(256, 128)
     errors = [
         (round_trip(x, state_format(name, signed=True)) - x).square().mean().sqrt().item()
-        for name in ("int8", "expanded_fp8", "dynamic8")
+        for name in ("expanded_fp8", "dynamic8", "int8")
     ]
-    assert 0.0085 < errors[0] < 0.0097 < 0.67 * min(errors[1:])
+    fmt, groups = state_format("int8", signed=True), x.view(-1, 32)
+    noise = rounding_noise(0, 0, len(groups), 1, CPU, 32)
+    changed = decode_groups(*encode_groups(groups, fmt, noise, torch.zeros_like(groups)), fmt)
+    error = (changed - groups).square().mean().sqrt()
+    assert 0.0052 < error < 0.0057 < 0.4 * min(errors[:2])
+    assert 1.35 < errors[2] / error < 1.45
 
 
 def test_a_momentum_without_gradients_ends() -> None:
     """Also where the largest of its group stays, and every step is less than a level."""
     fmt = state_format("int8", signed=True)
-    x = torch.linspace(-1, 1, 128)[None]
+    x = torch.linspace(-1, 1, 32)[None]
     x[0, 0] = 1
     for step in range(2400):
+        old = x.clone()
         x[0, 1:] *= 0.99
-        x = round_trip(x, fmt, step)
+        noise = rounding_noise(step, 0, 1, 1, CPU, 32)
+        x = decode_groups(*encode_groups(x, fmt, noise, old), fmt)
     assert torch.equal(x.nonzero(), torch.tensor([[0, 0]]))
 
 
@@ -164,17 +174,18 @@ def test_constant_groups_and_single_elements(value: float, signed: bool) -> None
 @pytest.mark.parametrize(("name", "signed"), EVERY)
 def test_zeros_and_broken_groups(name: str, signed: bool) -> None:
     fmt = state_format(name, signed)
-    x = torch.randn(5, 128)
+    size = fmt.group_size
+    x = torch.randn(5, size)
     x = x if signed else x.abs()
     x[0] = 0
     x[1] = 1e-39
     x[2, 3] = float("nan")
-    x[3, 100] = float("inf")
+    x[3, -4] = float("inf")
     x[4, 0] = 1.0e38  # beyond 2**126
-    noise = rounding_noise(0, 0, 5, 1, CPU)
-    codes, scale, exponent = encode_groups(x, fmt, noise)
+    noise = rounding_noise(0, 0, 5, 1, CPU, size)
+    codes, scale, exponent = encode_groups(x, fmt, noise, x)
     decoded = decode_groups(codes, scale, exponent, fmt)
-    assert torch.equal(decoded[:2], torch.zeros(2, 128))
+    assert torch.equal(decoded[:2], torch.zeros(2, size))
     assert torch.equal(scale[:2], torch.zeros(2, dtype=torch.bfloat16))
     assert decoded[2:].isnan().all()
 
@@ -223,6 +234,7 @@ def test_noise_depends_on_position_only() -> None:
 @triton.jit
 def encode_kernel(
     x_ptr,
+    old_ptr,
     noise_ptr,
     codes_ptr,
     scale_ptr,
@@ -232,25 +244,26 @@ def encode_kernel(
     AT_ONCE: tl.constexpr,
 ):
     group = tl.program_id(0) * AT_ONCE + groups_of_lanes(AT_ONCE)
-    offsets = group * 128 + lane_columns(AT_ONCE) + inner_columns(AT_ONCE)
-    x = tl.load(x_ptr + offsets)
+    GROUP: tl.constexpr = FORMAT.group_size
+    offsets = group * GROUP + lane_columns(AT_ONCE) + inner_columns(AT_ONCE, GROUP)
+    x, old = tl.load(x_ptr + offsets), tl.load(old_ptr + offsets)
     noise = tl.load(noise_ptr + offsets).to(tl.uint32)
     levels = nearby_levels(levels_ptr, FORMAT)
-    codes, scale, exponent = encode_groups_in_triton(x, levels, noise, FORMAT)
+    codes, scale, exponent = encode_groups_in_triton(x, old, levels, noise, FORMAT)
     tl.store(codes_ptr + offsets, codes)
     tl.store(scale_ptr + group, tl.broadcast_to(scale, group.shape))
     tl.store(exponent_ptr + group, tl.broadcast_to(exponent, group.shape))
 
 
 def encode(
-    x: Tensor, noise: Tensor, fmt: StateFormat, at_once: int = 4
+    x: Tensor, old: Tensor, noise: Tensor, fmt: StateFormat, at_once: int = 4
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(x), dtype=torch.bfloat16, device=x.device)
     exponent = torch.empty(len(x), dtype=torch.uint8, device=x.device)
     levels = level_pairs(fmt, x.device) if fmt.has_codebook else x
     encode_kernel[(len(x) // at_once,)](
-        *(x, noise, codes, scale.view(torch.uint16), exponent, levels),
+        *(x, old, noise, codes, scale.view(torch.uint16), exponent, levels),
         FORMAT=fmt,
         AT_ONCE=at_once,
         num_warps=1,
@@ -260,13 +273,13 @@ def encode(
 
 
 def near_levels(fmt: StateFormat, groups: int, device: torch.device) -> Tensor:
-    """``[groups, 128]``: in turn values a few roundings from levels, and of any magnitude.
+    """``[groups, S]``: in turn values a few roundings from levels, and of any magnitude.
 
     Groups have many scales and ranges. Values include zeros, subnormal ones and the largest of each
     group.
     """
     generator = torch.Generator(device).manual_seed(0)
-    shape = (groups, GROUP_SIZE)
+    shape = (groups, fmt.group_size)
 
     def draw() -> Tensor:
         return torch.rand(shape, generator=generator, device=device)
@@ -287,9 +300,10 @@ def check(name: str, signed: bool, groups: int, device: torch.device) -> None:
     fmt = state_format(name, signed)
     x = near_levels(fmt, groups, device)
     x[5, 7], x[6, 7], x[7] = float("nan"), float("inf"), 0.0
-    noise = rounding_noise(1, 0, groups, 1, device)
+    noise = rounding_noise(1, 0, groups, 1, device, fmt.group_size)
     noise[:, 3::8], noise[:, 4::8] = 0, 0xFFFFFFFF
-    actual, expected = encode(x, noise, fmt), encode_groups(x, fmt, noise)
+    old = x * (1 + 0.02 * torch.randn_like(x))  # changes of less than a level, and of more
+    actual, expected = encode(x, old, noise, fmt), encode_groups(x, fmt, noise, old)
     wrong = (actual[0] != expected[0]).nonzero()
     assert len(wrong) == 0, (len(wrong), wrong[0], x[tuple(wrong[0])].item())
     assert torch.equal(actual[1].isnan(), expected[1].isnan())

@@ -420,7 +420,7 @@ def test_other_codes_of_a_momentum_are_refused() -> None:
     optimizer.add_param_group({"params": [torch.ones(8, 128).requires_grad_()]})
     optimizer.add_param_group({"params": [torch.ones(8).requires_grad_()], "muon": False})
     stamps = [group["quantization"] for group in optimizer.param_groups]
-    assert stamps == ["2/int8", "2/int8", "2/expanded_fp8/expanded_fp8"]
+    assert stamps == ["2/int8/32", "2/int8/32", "2/expanded_fp8/expanded_fp8"]
     old = copy.deepcopy(optimizer.state_dict())
     old["param_groups"][0]["quantization"] = stamps[2]
     with pytest.raises(ValueError, match=r"'2/expanded_fp8/expanded_fp8'; .*version that saved it"):
@@ -432,7 +432,7 @@ def test_other_codes_of_a_momentum_are_refused() -> None:
     empty = QuantizedMuon(weights().values(), quantization=CODES)
     fresh["param_groups"][0]["quantization"] = stamps[2]
     empty.load_state_dict(fresh)
-    assert empty.param_groups[0]["quantization"] == "2/int8"
+    assert empty.param_groups[0]["quantization"] == "2/int8/32"
 
 
 # --- ranks ----------------------------------------------------------------------------------------
