@@ -304,8 +304,8 @@ def step(
     stochastic: bool,
 ) -> None:
     """Update a parameter and its states in place; arguments as for ``op.optimizer_step``."""
+    size = formats[0].group_size
     for part, length in _chunks(param):
-        size = formats[0].group_size
         count, row_groups = part.stop - part.start, groups_per_row(length, size)
         place = first_group + part.start * row_groups, count * row_groups
         noise = partial(rounding_noise, seed, *place, device=param.device, size=size)

@@ -199,7 +199,8 @@ class QuantizedOptimizer(Optimizer):
     States of large matrices are codes; the others stay in fp32 and, for fp32 parameters, are
     updated by torch itself, so that they get the same bits as without quantization.
 
-    Codes, and bf16 parameters on request, are rounded stochastically. The noise depends on the seed
+    Codes (most of Muon's momentum aside), and bf16 parameters on request, are rounded
+    stochastically. The noise depends on the seed
     of the options, the position of the parameter in the parameter groups, its step counter, which
     is part of the state, and the position of the group of elements in the whole parameter: resumed
     and sharded runs have the same noise as an uninterrupted one in a single process, where ranks

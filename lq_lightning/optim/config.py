@@ -41,7 +41,7 @@ class OptimizerQuantization:
         quantize_embeddings: Whether to quantize the states of embedding weights too. They are known
             only where the module is given.
         stochastic_rounding: Whether to round bf16 parameters stochastically, which replaces fp32
-            master weights. Codes always are.
+            master weights. Codes always are, except most of Muon's momentum.
         seed: Seed of the noise, which also depends on step, parameter and position, and where rows
             are cut on the number of pieces, but not on the world size.
 
