@@ -10,10 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from .machine import Gpu, Machine
-from .trace import SHARDED, Allocate, Collective, Event, Free, Operator
+from .trace import SHARDED, Collective, Event, Operator
 
 # Parts of a step.
 COMPUTE, CODECS, OPTIMIZER, HOST_LATE = "compute", "codecs", "optimizer", "host"
@@ -250,66 +248,24 @@ def _product(operator: Operator) -> tuple[int, int, int, int] | None:
 def fused(events: Sequence[Event]) -> list[Event]:
     """Return events in which those operators are one that a compiler would run together.
 
-    These are consecutive pointwise operators and norms of one stream and phase. What they make and
-    free again is never written, and what one of them has made is not read from memory.
+    These are consecutive pointwise operators and norms of one stream and phase, which together read
+    what the first of them reads, and write what the last one writes.
     """
-    found: list[Event | None] = [*events]
-    run: list[tuple[int, Operator]] = []
-    own: dict[int, int] = {}
-    freed = 0
-
-    def close() -> None:
-        nonlocal freed
-        parts = [operator for _, operator in run]
-        if len(parts) > 1:
-            moved = [_moved(part, parts) for part in parts]
-            written = [each[1] for each in moved]
-            read = sum(each[0] for each in moved) - sum(written[:-1])
-            for index, _ in run:
-                found[index] = None
-            found[run[0][0]] = replace(
-                parts[0],
-                name=COMPILED,
-                flops=0,
-                read_nbytes=max(read, *(each[0] for each in moved)),
-                written_nbytes=max(written[-1], sum(written) - freed),
-                options=(),
-            )
-        run.clear()
-        own.clear()
-        freed = 0
-
-    for index, event in enumerate(events):
-        if isinstance(event, Allocate) and run:
-            own[id(event.storage)] = event.storage.nbytes
-        elif isinstance(event, Free) and run:
-            freed += own.pop(id(event.storage), 0)
-        elif isinstance(event, Operator) and not is_view(event):
-            first = run[0][1] if run else event
-            fusible = is_fusible(event)
-            if not fusible or (first.stream, first.phase) != (event.stream, event.phase):
-                close()
-            if fusible:
-                run.append((index, event))
-        elif isinstance(event, Collective):
-            close()
-    close()
-    return [event for event in found if event is not None]
-
-
-def _moved(operator: Operator, run: Sequence[Operator]) -> tuple[int, int]:
-    """Return the bytes that an operator reads and writes in a run.
-
-    Where the run casts to float32 and back, values in between stay in registers, also those that
-    backward needs: it computes them again.
-    """
-    if any(short_name(part) == "_to_copy" for part in run):
-        if short_name(operator) == "_to_copy":
-            wide = operator.read_nbytes > operator.written_nbytes
-            return (0, operator.written_nbytes) if wide else (operator.read_nbytes, 0)
-        if operator.dtype == torch.float32:
-            return 0, 0
-    return operator.read_nbytes, operator.written_nbytes
+    found: list[Event] = []
+    place = -1  # of the operator that the next one may join; -1 for none
+    for event in events:
+        if isinstance(event, Operator) and not is_view(event) and is_fusible(event):
+            first = found[place] if place >= 0 else None
+            where = event.stream, event.phase
+            if isinstance(first, Operator) and (first.stream, first.phase) == where:
+                written = event.written_nbytes
+                found[place] = replace(first, name=COMPILED, written_nbytes=written, options=())
+                continue
+            place = len(found)
+        elif isinstance(event, Collective) or isinstance(event, Operator) and not is_view(event):
+            place = -1
+        found.append(event)
+    return found
 
 
 def is_fusible(operator: Operator) -> bool:
