@@ -1,8 +1,7 @@
 """What else would work, and what to change where a run does not fit.
 
-Each alternative is judged by a function that simulates it. That takes seconds, so models are
-shortened to a few of their equal layers, time is limited, and only the best of what is shown is
-simulated as a whole. What there was no time for is named.
+Each alternative is judged by a function that simulates it. That takes seconds, so time is limited,
+and what there was no time for is named.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lq_lightning.callbacks.model_setup import AfterConfigureModel
 from lq_lightning.foundation.layer_stack import find_layer_stack
 from lq_lightning.planning.changes import (
     FAST_RECIPES,
@@ -32,32 +30,13 @@ from lq_lightning.planning.changes import (
 from lq_lightning.planning.machine import Machine
 from lq_lightning.planning.prices import Price, added_price, price_of
 from lq_lightning.planning.run_options import RunOptions
-from lq_lightning.planning.simulation import Build, Overrides, UserRun
 
 REFUSALS = (ValueError, NotImplementedError, RuntimeError)
 # Loss falls with the 0.05th power of compute (Kaplan et al., arXiv:2001.08361, figure 1): a percent
 # of loss is worth so many percent of time.
 PERCENT_OF_TIME = 20.0
-_MARGIN = 1.05  # of estimates: what is too large by less is simulated all the same
-_FOR_WHOLE = 0.4  # of the time at most is kept to simulate what is shown as a whole
+_MARGIN = 1.05  # of sums of gains: what is too large by less is simulated all the same
 _PAIRS = 12
-_FEW_LAYERS = 4  # models of so many are simulated as a whole at once
-_LEAST = 2
-_NEAR = 0.02  # share of the memory that an estimate may miss
-
-
-# --- all layers from a few ------------------------------------------------------------------------
-
-
-def with_layers(build: Build, count: int) -> Build:
-    """Return a function that builds the run with the first ``count`` layers of its model."""
-
-    def shortened(overrides: Overrides) -> UserRun:
-        trainer, module, data = build(overrides)
-        AfterConfigureModel(module, lambda built: keep_layers(built, count))
-        return trainer, module, data
-
-    return shortened
 
 
 def number_of_equal_layers(module: nn.Module) -> int:
@@ -79,15 +58,6 @@ def _outline(layer: nn.Module) -> str:
     return ";".join([*modules, *tensors])
 
 
-def keep_layers(module: nn.Module, count: int) -> None:
-    """Remove all layers of a model but the first ``count``."""
-    names = find_layer_stack(module).layers
-    for name in reversed(names[count:]):
-        path, _, key = name.rpartition(".")
-        container: Any = module.get_submodule(path)
-        del container[key if isinstance(container, nn.ModuleDict) else int(key)]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Memory of the fullest rank, time of a step, and tokens of all ranks per second."""
@@ -97,63 +67,11 @@ class Outcome:
     tokens_per_s: float
 
 
-Evaluate = Callable[[RunOptions, int | None], Outcome]
-"""Simulates a run with these options, of the whole model or of so many of its layers.
+Evaluate = Callable[[RunOptions], Outcome]
+"""Simulates a run with these options.
 
 It raises ``ValueError``, ``NotImplementedError`` or ``RuntimeError`` for what cannot run.
 """
-
-
-class Estimator:
-    """Estimates runs from two simulations with few of a model's equal layers, in a line."""
-
-    def __init__(self, evaluate: Evaluate, cluster: Machine, layers: int) -> None:
-        self._evaluate, self._cluster, self._layers = evaluate, cluster, layers
-        self._more_nbytes, self._slower = 0, 1.0
-        self._least: int | None = _LEAST  # of the numbers of layers; None: always the whole model
-
-    def few_layers(self, options: RunOptions) -> tuple[int, int] | None:
-        """Two numbers of layers to simulate; None for the whole model at once."""
-        stages = options.stages(self._cluster) if options.strategy == "quantized_pipeline" else 1
-        stages *= options.others.get("stages_per_rank", 1)
-        if self._least is None or options.others.get("split", "parameters") != "parameters":
-            return None
-        per_stage = max(1, self._least // stages)
-        few = (per_stage * stages, (per_stage + 1) * stages)
-        return None if self._layers <= max(_FEW_LAYERS, few[1]) else few
-
-    def compare(self, options: RunOptions, known: Outcome) -> None:
-        """Take as many layers as it takes to be near a known outcome, and correct the rest.
-
-        Where logits need more memory than few layers do, layers add nothing to the peak before
-        there are more of them: then a line through few of them misses it.
-        """
-        for least in (_LEAST, max(_LEAST, self._layers // 4), None):
-            self._least = least
-            if self.few_layers(options) is None:
-                self._least = None  # other options are not better off
-                return
-            estimate = self(options)
-            missed = known.device_nbytes - estimate.device_nbytes
-            if abs(missed) <= _NEAR * known.device_nbytes:
-                self._more_nbytes, self._slower = missed, known.seconds / estimate.seconds
-                return
-
-    def __call__(self, options: RunOptions) -> Outcome:
-        """Estimate a run; simulate it where few layers are no less work."""
-        few = self.few_layers(options)
-        if few is None:
-            return self._evaluate(options, None)
-        first, second = (self._evaluate(options, layers) for layers in few)
-
-        def continued(of: Callable[[Outcome], float]) -> float:
-            slope = (of(second) - of(first)) / (few[1] - few[0])
-            return of(first) + slope * (self._layers - few[0])
-
-        seconds = self._slower * continued(lambda outcome: outcome.seconds)
-        nbytes = self._more_nbytes + continued(lambda outcome: outcome.device_nbytes)
-        tokens = second.tokens_per_s * second.seconds  # of a step, whatever the layers
-        return Outcome(device_nbytes=round(nbytes), seconds=seconds, tokens_per_s=tokens / seconds)
 
 
 # --- the search -----------------------------------------------------------------------------------
@@ -161,15 +79,10 @@ class Estimator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice(Outcome):
-    """The run with other options.
-
-    ``changes`` are those that a user would write; none for the run as it is. ``is_verified`` says
-    whether all layers were simulated; else a few, continued in a line.
-    """
+    """The run with ``changes``, as a user would write them; none for the run as it is."""
 
     changes: tuple[str, ...]
     price: Price
-    is_verified: bool
 
 
 class Alternatives(NamedTuple):
@@ -197,7 +110,6 @@ class Search:
         model: What its model lets one choose.
         base: Outcome of the run as it is.
         base_s: Seconds that it took to simulate that.
-        shown: So many choices are shown, and simulated as a whole.
         time_limit_s: For all simulations.
         clock: Returns seconds.
     """
@@ -211,27 +123,20 @@ class Search:
         *,
         base: Outcome,
         base_s: float,
-        shown: int,
         time_limit_s: float,
         clock: Callable[[], float] = time.process_time,
     ) -> None:
         self._options, self._evaluate, self._machine = options, evaluate, machine
-        self._memory_nbytes, self._shown, self._clock = machine.gpu.memory_nbytes, shown, clock
+        self._memory_nbytes, self._clock = machine.gpu.memory_nbytes, clock
         self._changes = changes_of(options, machine, model)
         self._left_out: dict[str, None] = {}
-        began = clock()
-        self._estimate = Estimator(evaluate, machine, model.layers)
-        self._estimate.compare(options, base)
-        self._estimate_s, self._whole_s = clock() - began, base_s  # what simulations take at most
-        whole = self._estimate.few_layers(options) is None
-        self._end = began + time_limit_s
-        reserved = 0.0 if whole else min(_FOR_WHOLE * time_limit_s, shown * base_s)
-        self._estimates_end = self._end - reserved
-        self._base = self._choice((), base, True)
+        self._took_s = base_s  # what simulations take at most
+        self._end = clock() + time_limit_s
+        self._base = self._choice((), base)
         self._found: dict[Changes, Choice] = {(): self._base}
 
     def ranked(self) -> Alternatives:
-        """Find what fits, by tokens per second; only what is faster is simulated as a whole."""
+        """Find what fits, by tokens per second."""
         by_products = sorted(
             self._changes, key=lambda c: c.choices.get("recipe") not in FAST_RECIPES
         )
@@ -241,8 +146,7 @@ class Search:
         self._try(self._pairs(lambda pair: self._seconds(pair) < best, self._seconds))
         self._try([self._together(self._seconds)])
         return self._result(
-            lambda choice: (-choice.tokens_per_s, *self.cost(choice), choice.changes),
-            lambda choice: choice.tokens_per_s > self._base.tokens_per_s,
+            lambda choice: (-choice.tokens_per_s, *self.cost(choice), choice.changes)
         )
 
     def remedies(self) -> Alternatives:
@@ -260,7 +164,7 @@ class Search:
         self._try(self._pairs(need_each_other, self._expected_cost))
         if not any(map(self._fits, self._found.values())):
             self._try([self._together(self._nbytes)])
-        return self._result(lambda found: (*self.cost(found), found.changes), lambda found: True)
+        return self._result(lambda found: (*self.cost(found), found.changes))
 
     def cost(self, choice: Choice) -> tuple[bool, float]:
         """Order by cost: what has no measured price last, then the time and loss that it adds.
@@ -271,32 +175,30 @@ class Search:
         slower = 100 * (choice.seconds / self._base.seconds - 1)
         return bool(added.unmeasured), slower + PERCENT_OF_TIME * max(0.0, added.percent or 0.0)
 
-    def _choice(self, changes: Changes, outcome: Outcome, is_verified: bool) -> Choice:
+    def _choice(self, changes: Changes, outcome: Outcome) -> Choice:
         return Choice(
             changes=tuple(change.label for change in changes),
             price=price_of(made(self._options, changes), self._machine),
-            is_verified=is_verified,
             device_nbytes=outcome.device_nbytes,
             seconds=outcome.seconds,
             tokens_per_s=outcome.tokens_per_s,
         )
 
     def _try(self, sets: Iterable[Changes]) -> None:
-        """Estimate sets of changes, in order, while there is time."""
+        """Simulate sets of changes, in order, while there is time."""
         too_large = self._base.device_nbytes > _MARGIN * self._memory_nbytes
         for changes in sets:
             larger = too_large and all(change.memory == "more" for change in changes)
             if changes in self._found or larger:
                 continue
             began = self._clock()
-            if began + self._estimate_s > self._estimates_end:
+            if began + self._took_s > self._end:
                 self._left_out[", ".join(change.label for change in changes)] = None
                 continue
             with suppress(*REFUSALS):  # of changes that cannot be made
-                options = made(self._options, changes)
-                outcome, whole = self._estimate(options), self._estimate.few_layers(options) is None
-                self._found[changes] = self._choice(changes, outcome, whole)
-            self._estimate_s = max(self._estimate_s, self._clock() - began)
+                outcome = self._evaluate(made(self._options, changes))
+                self._found[changes] = self._choice(changes, outcome)
+            self._took_s = max(self._took_s, self._clock() - began)
 
     # --- what to try next -------------------------------------------------------------------------
 
@@ -312,7 +214,7 @@ class Search:
 
     def _expected_cost(self, changes: Changes) -> tuple[bool, float]:
         outcome = replace(self._base, seconds=self._seconds(changes))
-        return self.cost(self._choice(changes, outcome, False))
+        return self.cost(self._choice(changes, outcome))
 
     def _tried(self) -> list[Change]:
         return [change for change in self._changes if (change,) in self._found]
@@ -347,22 +249,8 @@ class Search:
     def _fits(self, choice: Choice) -> bool:
         return choice.device_nbytes <= self._memory_nbytes
 
-    def _result(
-        self, order: Callable[[Choice], Any], worth: Callable[[Choice], bool]
-    ) -> Alternatives:
-        """Put all in order, and simulate what is shown as a whole, if it is worth that."""
-        found = {choice: changes for changes, choice in self._found.items()}
-        for _ in range(2 * self._shown):  # one that turns out too large makes room for the next
-            fitting = sorted(filter(self._fits, found), key=order)[: self._shown]
-            left = [choice for choice in fitting if not choice.is_verified and worth(choice)]
-            began = self._clock()
-            if not left or began + max(self._whole_s, self._estimate_s) > self._end:
-                break
-            changes = found.pop(left[0])
-            with suppress(*REFUSALS):
-                outcome = self._evaluate(made(self._options, changes), None)
-                found[self._choice(changes, outcome, True)] = changes
-            self._whole_s = max(self._whole_s, self._clock() - began)
+    def _result(self, order: Callable[[Choice], Any]) -> Alternatives:
+        found = self._found.values()
         too_large = [choice for choice in found if not self._fits(choice)]
         return Alternatives(
             fitting=tuple(sorted(filter(self._fits, found), key=order)),

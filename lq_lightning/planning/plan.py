@@ -22,7 +22,6 @@ from lq_lightning.planning.alternatives import (
     Outcome,
     Search,
     number_of_equal_layers,
-    with_layers,
 )
 from lq_lightning.planning.changes import Model
 from lq_lightning.planning.config import (
@@ -258,7 +257,6 @@ def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulatio
         simulated.model,
         base=plan.outcome,
         base_s=simulated.took_s,
-        shown=_SHOWN if plan.fits else _REMEDIES,
         time_limit_s=_SEARCH_S,
     )
     found = search.ranked() if plan.fits else search.remedies()
@@ -401,27 +399,25 @@ class Simulations:
     origin: str
     machine: Machine
 
-    def __call__(self, options: RunOptions | None = None, layers: int | None = None) -> Simulation:
+    def __call__(self, options: RunOptions | None = None) -> Simulation:
         """Simulate one rank of each stage, or of the first, the middle and the last of many.
 
         Args:
             options: In place of the user's.
-            layers: Only so many of the model's layers.
 
         Raises:
             ValueError: the run cannot be simulated.
         """
         began = time.process_time()
         run = self.run if options is None else self.run.with_change(options.change)
-        build: Build = run if layers is None else with_layers(run, layers)
         observer = _Observer()
-        traces = [self._trace(build, observer, 0)]
+        traces = [self._trace(run, observer, 0)]
         pipeline, world_size = observer.pipeline, self.machine.world_size
         size = 1 if pipeline is None else pipeline.pipeline_size
         places = tuple(range(size)) if size <= _MOST_STAGES else (0, size // 2, size - 1)
         ranks = tuple(place * (world_size // size) for place in places)
         options, model, replicas = observer.options, observer.model, observer.replicas
-        traces += [self._trace(build, observer, rank, traces[0]) for rank in ranks[1:]]
+        traces += [self._trace(run, observer, rank, traces[0]) for rank in ranks[1:]]
         return Simulation(
             places=places,
             traces=tuple(traces),
@@ -436,9 +432,9 @@ class Simulations:
             took_s=time.process_time() - began,
         )
 
-    def evaluate(self, options: RunOptions, layers: int | None) -> Outcome:
+    def evaluate(self, options: RunOptions) -> Outcome:
         """Memory and time of the run with other options."""
-        simulated = self(options, layers)
+        simulated = self(options)
         seconds = simulated.seconds(self.machine)
         return Outcome(
             device_nbytes=max(each.device_nbytes for each in simulated.memory(self.machine)),

@@ -51,14 +51,11 @@ def _choice_lines(plan: Plan) -> Iterator[str]:
     yield f"{title:<34}{'GiB':>10}{'ms':>10}{'tokens/s':>12}  loss"
     for choice in choices:
         name, *more = textwrap.wrap(", ".join(choice.changes) or "as it is", 32)
-        about = " " if choice.is_verified else "~"
         numbers = f"{_gib(choice.device_nbytes):>10}{_ms(choice.seconds):>10}"
         loss, *rest = textwrap.wrap(str(choice.price), 30)
-        yield f"{about} {name:<32}{numbers}{choice.tokens_per_s:>12,.0f}  {loss}"
+        yield f"  {name:<32}{numbers}{choice.tokens_per_s:>12,.0f}  {loss}"
         for left, right in zip_longest(more, rest, fillvalue=""):
             yield f"  {left:<32}{'':34}{right}".rstrip()
-    if not all(choice.is_verified for choice in choices):
-        yield "  (~ continued from simulations of a few layers)"
     yield from _wrapped(WHAT_STUDIES_CANNOT_SEE)
 
 

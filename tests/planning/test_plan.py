@@ -97,7 +97,6 @@ def test_json_keeps_everything(small: Plan) -> None:
         seconds=0.5,
         tokens_per_s=6.0,
         price=price(("states dynamic8", "learned bits")),
-        is_verified=False,
     )
     plan = replace(small, alternatives=(choice,), notes=("x",))
     assert Plan.from_json(plan.to_json()) == plan
@@ -113,7 +112,6 @@ def test_the_text_names_what_does_not_fit(small: Plan) -> None:
         seconds=0.25,
         tokens_per_s=1e6,
         price=price(("states dynamic8",)),
-        is_verified=True,
     )
     shown = str(replace(small, machine=little, remedies=(choice,), notes=("y " * 80,)))
     assert "DOES NOT FIT" in shown
@@ -162,11 +160,11 @@ def test_other_options_are_simulated_in_place_of_the_users(
     run = python_program(Net, {"strategy": "quantized_fsdp", "precision": "bf16-mixed"})
     batch = torch.zeros(4, 8, dtype=torch.int64)
     simulations = Simulations(run=run, batch=batch, origin="here", machine=machine)
-    simulated = simulations(layers=1)
+    simulated = simulations()
     assert simulated.options.strategy == "quantized_fsdp"
-    assert simulated.model.layers == 1
+    assert simulated.model.layers == 2
     plain = simulated.options.changed(weights="none", gradients="none", recipe="agoq")
-    outcome = simulations.evaluate(plain, 1)
+    outcome = simulations.evaluate(plain)
     assert outcome.tokens_per_s == pytest.approx(simulated.tokens_per_step / outcome.seconds)
 
 
@@ -176,7 +174,7 @@ def test_two_steps_of_one_rank_say_what_three_do(monkeypatch: pytest.MonkeyPatch
     batch = torch.zeros(4, 8, dtype=torch.int64)
     simulations = Simulations(run=run, batch=batch, origin="here", machine=machine)
     options = simulations().options.changed(gradient_buffer="int8", recipe="agoq")
-    found = simulations.evaluate(options, None)
+    found = simulations.evaluate(options)
     simulate = planning.simulate_fit
 
     def three(*args: Any, steps: int, **more: Any) -> Any:
@@ -184,7 +182,7 @@ def test_two_steps_of_one_rank_say_what_three_do(monkeypatch: pytest.MonkeyPatch
         return simulate(*args, steps=3, **more)
 
     monkeypatch.setattr(planning, "simulate_fit", three)
-    longer = simulations.evaluate(options, None)
+    longer = simulations.evaluate(options)
     assert longer.device_nbytes == found.device_nbytes
     assert longer.seconds == pytest.approx(found.seconds, rel=1e-4)
 
