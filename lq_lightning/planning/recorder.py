@@ -144,7 +144,7 @@ class Recorder(OperatorMode):
         """Compute shapes, and note the operator."""
         if any(issubclass(each, DTensor) for each in types):
             if not self._closed:
-                self._note_operator(SHARDED, "", [], [], flops=0, dtype=torch.float32)
+                self._note_operator(SHARDED, [], [], flops=0, dtype=torch.float32)
             return NotImplemented  # the operators on their parts follow
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")
@@ -170,14 +170,12 @@ class Recorder(OperatorMode):
         if self._closed:
             return result
         results = [t for t in compat.tree_leaves(result) if isinstance(t, Tensor)]
-        source = _source(sys._getframe(1))
-        made = [t for t in results if self._allocated(t, name, source)]
+        made = [t for t in results if self._allocated(t, name)]
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._send(func, tensors, args, source)
+            self._send(func, tensors, args)
         elif not func.is_view and tensors + results:
             self._note_operator(
                 name,
-                source,
                 tensors,
                 [*made, *written_by(func, args, kwargs)],
                 flops=compat.flops_of(func, args, kwargs, result),
@@ -187,19 +185,13 @@ class Recorder(OperatorMode):
         return result
 
     def _note_operator(
-        self,
-        name: str,
-        source: str,
-        read: Sequence[Tensor],
-        written: Sequence[Tensor],
-        **others: Any,
+        self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], **others: Any
     ) -> None:
         self.trace.events.append(
             Operator(
                 name=name,
                 stream=self.stream.number,
                 phase=self.phase,
-                source=source,
                 read_nbytes=sum({id(t): t.nbytes for t in read}.values()),
                 written_nbytes=sum({id(t): t.nbytes for t in written}.values()),
                 shapes=tuple(tuple(t.shape) for t in read),
@@ -246,7 +238,7 @@ class Recorder(OperatorMode):
         self.trace.events.append(Record(stream.number, self._num_events, by_python))
         return self._num_events
 
-    def _send(self, func: Any, tensors: list[Tensor], args: Sequence[Any], source: str) -> None:
+    def _send(self, func: Any, tensors: list[Tensor], args: Sequence[Any]) -> None:
         name = operation_name(func)
         kind = next(
             (k for begin, k in _COLLECTIVES.items() if name.removesuffix("_").startswith(begin)),
@@ -260,26 +252,25 @@ class Recorder(OperatorMode):
         if kind == "all_to_all" and name.startswith("alltoall_base") and args[4]:
             own = args[4][members.index(self.trace.rank)] / max(1, sum(args[4]))
             share = (1 - own) * len(members) / max(1, len(members) - 1)
-        self._collect(kind, sent, members, source, share)
+        self._collect(kind, sent, members, share)
 
     def _collect(
         self,
         kind: CollectiveKind,
         sent: Sequence[Tensor],
         members: list[int],
-        source: str,
         share: float = 1.0,
     ) -> None:
         nodes = len({rank // self.trace.gpus_per_node for rank in members})
         nbytes = round(share * sum(tensor.nbytes for tensor in sent))
-        where = (self.stream.number, self.phase, source, self.action)
+        where = (self.stream.number, self.phase, self.action)
         self.trace.events.append(Collective(kind, nbytes, len(members), nodes, *where))
 
     def gather_parts(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup
     ) -> None:
         """Note one collective for all parts: the fake group has none of this kind."""
-        self._collect("all_gather", list(inputs), dist.get_process_group_ranks(group), _GATHER)
+        self._collect("all_gather", list(inputs), dist.get_process_group_ranks(group))
 
     def scaled_mm(
         self, a_MK: Tensor, b_NK: Tensor, *scales: Any, fast_accumulation: bool
@@ -361,8 +352,7 @@ class Recorder(OperatorMode):
         self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], flops: int = 0
     ) -> None:
         """Note a kernel that is launched without an operator of the dispatcher."""
-        source, dtype = _source(sys._getframe(1)), read[0].dtype
-        self._note_operator(name, source, read, written, flops=flops, dtype=dtype)
+        self._note_operator(name, read, written, flops=flops, dtype=read[0].dtype)
 
     def optimizer_step(
         self,
@@ -384,24 +374,24 @@ class Recorder(OperatorMode):
 
     # --- memory ---------------------------------------------------------------------------------
 
-    def _allocated(self, tensor: Tensor, operator: str, source: str) -> bool:
+    def _allocated(self, tensor: Tensor, operator: str) -> bool:
         """Note a tensor's storage; return whether it is new."""
         if not compat.is_fake(tensor) or tensor.device.type == "meta" or self._storage(tensor):
             return False
-        self._note(tensor, operator, source)
+        self._note(tensor, operator)
         weakref.finalize(tensor.untyped_storage(), self._freed, storage_key(tensor))
         return True
 
     def _storage(self, tensor: Any) -> Storage | None:
         return self._alive.get(storage_key(tensor)) if compat.is_fake(tensor) else None
 
-    def _note(self, tensor: Tensor, operator: str, source: str) -> None:
+    def _note(self, tensor: Tensor, operator: str) -> None:
         storage = Storage(
             tensor.untyped_storage().nbytes(),
             self.stream.number,
             self.phase,
             operator,
-            source,
+            _source(sys._getframe(1)),
             tuple(tensor.shape),
             tensor.dtype,
             born=len(self.trace.events),
@@ -425,7 +415,7 @@ class Recorder(OperatorMode):
         """FSDP2 gives such a tensor memory again."""
         storage = self._storage(tensor)
         if compat.is_fake(tensor) and (storage is None or storage.died is not None):
-            self._note(tensor, "", _source(sys._getframe(1)))
+            self._note(tensor, "")
 
     def note_use(self, tensor: Tensor) -> None:
         """The current stream uses a tensor of another one."""
@@ -477,9 +467,6 @@ _MAKERS = {
     *("aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default"),
     *("aten.rand_like.default", "aten.randn_like.default", "aten.full_like.default"),
 }
-
-
-_GATHER = "lq_lightning/data_parallel/all_gather.py"
 
 
 def _inputs(args: Sequence[Any], tensors: list[Tensor]) -> list[Tensor]:

@@ -60,7 +60,6 @@ class Operator:
         name: Such as ``"aten.mm.default"`` or ``"lq_lightning.quantize_out.default"``.
         stream: Stream on which it runs.
         phase: Part of the step.
-        source: As in :class:`Storage`.
         flops: Floating point operations of products and attention, two per multiply-add; else 0.
         read_nbytes: Bytes of its distinct input tensors.
         written_nbytes: Bytes of its results and of tensors that it changes.
@@ -73,7 +72,6 @@ class Operator:
     name: str
     stream: int
     phase: Phase
-    source: str
     flops: int
     read_nbytes: int
     written_nbytes: int
@@ -95,7 +93,6 @@ class Collective:
         nodes: Nodes that they are on.
         stream: Stream that waits for it.
         phase: Part of the step.
-        source: As in :class:`Storage`.
         action: As in :class:`Operator`.
     """
 
@@ -105,7 +102,6 @@ class Collective:
     nodes: int
     stream: int
     phase: Phase
-    source: str
     action: tuple[str, int, int] | None = None
 
 

@@ -29,7 +29,6 @@ def operator(name: str, read: int = 0, written: int = 0, **changes: object) -> O
     values = {
         "stream": 0,
         "phase": "forward",
-        "source": "",
         "flops": 0,
         "shapes": (),
         "dtype": BF16,
@@ -46,7 +45,7 @@ def product(rows: int, depth: int, columns: int, **changes: object) -> Operator:
 
 
 def collective(kind: str, nbytes: int, ranks: int, nodes: int) -> Collective:
-    return Collective(kind, nbytes, ranks, nodes, 1, "forward", "")  # type: ignore[arg-type]
+    return Collective(kind, nbytes, ranks, nodes, 1, "forward")  # type: ignore[arg-type]
 
 
 def operator_seconds(operator: Operator, gpu: Gpu, slower: Slower | None = None) -> float:

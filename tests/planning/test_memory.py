@@ -45,7 +45,7 @@ class Recorder:
             self.trace.events.append(Free(storage))
 
     def operator(self, name, *shapes, flops=0, dtype=torch.bfloat16):
-        self.trace.events.append(Operator(name, 0, self.phase, "", flops, 1, 1, dtype, shapes))
+        self.trace.events.append(Operator(name, 0, self.phase, flops, 1, 1, dtype, shapes))
 
     def mark(self, name, step, phase):
         self.phase = phase
@@ -79,7 +79,7 @@ def _train(recorder, steps=2, micro_batches=2):
             recorder.free(saved, logits_gradient, gathered)
             sent = recorder.allocate(256, source=FSDP, **float32)
             recorder.trace.events.append(
-                Collective("reduce_scatter", 256 * MIB, 2, 1, 0, "backward", FSDP)
+                Collective("reduce_scatter", 256 * MIB, 2, 1, 0, "backward")
             )
             if batch == 0:
                 gradient = recorder.allocate(128, source=FSDP, **float32)
@@ -157,7 +157,7 @@ def test_most_is_of_the_last_step_and_gradients_are_those_of_the_optimizer(micro
 def test_nccl_counts_groups_and_peers():
     trace = _train(Recorder())
     before = peak_memory(trace, MACHINE)
-    trace.events.append(Collective("all_to_all", 1, 16, 2, 0, "backward", ""))
+    trace.events.append(Collective("all_to_all", 1, 16, 2, 0, "backward"))
     after = peak_memory(trace, MACHINE)
     ring, peers, network = 484, 7 * 384, 460
     added = after.kinds["CUDA and NCCL"] - before.kinds["CUDA and NCCL"]
@@ -171,12 +171,12 @@ def test_pipelines_and_tensor_parallelism_have_communicators_of_their_own():
         return peak_memory(trace, MACHINE).kinds["CUDA and NCCL"] // MIB
 
     layer, update = (
-        Operator(SHARDED, 0, phase, "", 0, 0, 0, torch.float32, ())
+        Operator(SHARDED, 0, phase, 0, 0, 0, torch.float32, ())
         for phase in ("forward", "optimizer")
     )
     assert outside() == outside(update) == 500 + 615
     assert outside(layer) == 500 + 615 + 484
-    assert outside(Collective("send", 1, 2, 2, 0, "forward", "")) == 500 + 615 + 230 + 930
+    assert outside(Collective("send", 1, 2, 2, 0, "forward")) == 500 + 615 + 230 + 930
 
 
 def test_empty_trace():

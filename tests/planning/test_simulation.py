@@ -144,7 +144,7 @@ def _real(rank: int, world: int, *unused: Any) -> tuple[float, dict[str, int]]:
 def _sent(trace: Trace) -> float:
     total = 0.0
     for event in trace.last_steps():
-        if isinstance(event, Collective) and "data_parallel" in event.source:
+        if isinstance(event, Collective):
             peers = event.ranks - 1
             total += event.nbytes * (peers if event.kind == "all_gather" else peers / event.ranks)
     return total

@@ -71,7 +71,6 @@ def work(
 ) -> Operator:
     values: dict[str, object] = {
         "phase": "forward",
-        "source": "",
         "flops": 0,
         "action": None,
     } | changes
@@ -89,7 +88,7 @@ def work(
 def message(seconds: float, level: str, stream: int = NETWORK, **changes: object) -> Collective:
     """An all-gather of two ranks of a node, or of one in each of two nodes (which share it)."""
     rate = WITHIN_SECOND if level == WITHIN else BETWEEN_SECOND // 2
-    values: dict[str, object] = {"kind": "all_gather", "phase": "forward", "source": ""} | changes
+    values: dict[str, object] = {"kind": "all_gather", "phase": "forward"} | changes
     nbytes, nodes = round(seconds * rate), 1 if level == WITHIN else 2
     return Collective(nbytes=nbytes, ranks=2, nodes=nodes, stream=stream, **values)  # type: ignore[arg-type]
 
