@@ -143,7 +143,7 @@ class Search:
 
         If no pair is enough, all changes that save memory are made together.
         """
-        smaller = [change for change in self._changes if change.memory != "more"]
+        smaller = [change for change in self._changes if not change.grows]
         self._try((change,) for change in in_turn(smaller, SMALLEST_FIRST))
 
         def need_each_other(pair: Changes) -> bool:
@@ -177,7 +177,7 @@ class Search:
         """Simulate sets of changes, in order, while there is time."""
         too_large = self._base.device_nbytes > _MARGIN * self._memory_nbytes
         for changes in sets:
-            larger = too_large and all(change.memory == "more" for change in changes)
+            larger = too_large and all(change.grows for change in changes)
             if changes in self._found or larger:
                 continue
             began = self._clock()

@@ -12,7 +12,6 @@ from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.planning.machine import Machine
 from lq_lightning.planning.run_options import RunOptions
 
-Memory = Literal["less", "more", "either"]
 # Topics of changes. What saves most at least cost comes first.
 SMALLEST_FIRST = (
     *("activations", "optimizer states", "checkpointing", "replica", "weights", "micro-batches"),
@@ -52,13 +51,13 @@ class Model:
 class Change:
     """One change of a run: how a user writes it, what it is about, and options that change.
 
-    ``memory`` says whether it needs less than before or more; ``"either"`` may be both.
+    With ``grows`` it surely needs more memory than before.
     """
 
     label: str
     topic: str
     choices: Mapping[str, Any]
-    memory: Memory = "less"
+    grows: bool = False
 
     def goes_with(self, other: Change) -> bool:
         """Whether both can be made at once."""
@@ -68,7 +67,7 @@ class Change:
 
 def made(options: RunOptions, changes: Iterable[Change]) -> RunOptions:
     """Return the options of a run with changes."""
-    return options.changed(**{k: v for change in changes for k, v in change.choices.items()})
+    return replace(options, **{k: v for change in changes for k, v in change.choices.items()})
 
 
 def all_matter(changes: Sequence[Change], options: RunOptions, machine: Machine) -> bool:
@@ -109,17 +108,13 @@ def in_turn(changes: Sequence[Change], topics: Iterable[str]) -> list[Change]:
 # These may propose what a run has anyway, or ranks that no layout divides: `changes_of` drops it.
 
 
-def _less(less: bool) -> Memory:
-    return "less" if less else "more"
-
-
 def _kept(options: RunOptions, model: Model) -> Iterator[Change]:
     recipe = options.recipe
     for name in _RECIPES:
         if recipe is None or (isinstance(recipe, str) and recipe != name):
             label, choices = f'ActivationQuantization("{name}")', _codes(name)
-            yield Change(label, "activations", choices, "either" if recipe else "less")
-    yield Change("no ActivationQuantization", "activations", _codes(None), "more")
+            yield Change(label, "activations", choices)
+    yield Change("no ActivationQuantization", "activations", _codes(None), grows=True)
     if model.can_checkpoint:
         yield Change("gradient_checkpointing_enable()", "checkpointing", {"checkpointing": True})
     if options.optimizer_state == "none":
@@ -142,7 +137,7 @@ def _codes(recipe: str | None) -> dict[str, Any]:
 def _exchange(options: RunOptions, machine: Machine) -> Iterator[Change]:
     if options.strategy != "quantized_pipeline":
         name, now = "reduce_every_microbatch", options.reduce_every_microbatch
-        yield Change(f"{name}={not now}", "micro-batches", {name: not now}, _less(not now))
+        yield Change(f"{name}={not now}", "micro-batches", {name: not now}, grows=now)
     weights, gradients = options.collectives(machine)
     topology = options.topology(machine)
     fast = topology.num_nodes == 1 and machine.nvlink  # the link is no bottleneck
@@ -150,15 +145,15 @@ def _exchange(options: RunOptions, machine: Machine) -> Iterator[Change]:
         yield Change('weights="none"', "weights", {"weights": "none"})
         yield _other_replica(options, weights)
     elif not fast:
-        yield Change('weights="qWD"', "codes", {"weights": "qWD"}, "more")
+        yield Change('weights="qWD"', "codes", {"weights": "qWD"}, grows=True)
     if gradients is not None:
-        yield Change('gradients="none"', "gradients", {"gradients": "none"}, "either")
+        yield Change('gradients="none"', "gradients", {"gradients": "none"})
     elif not fast:
-        yield Change('gradients="TLq-HS"', "codes", {"gradients": "TLq-HS"}, "either")
+        yield Change('gradients="TLq-HS"', "codes", {"gradients": "TLq-HS"})
     if options.local_steps is not None:
         yield Change("local_steps=None", "local steps", {"local_steps": None})
     elif machine.between_nodes.bytes_per_s <= _SLOW_BYTES_PER_S:
-        yield Change("local_steps=32", "local steps", {"local_steps": 32}, "more")
+        yield Change("local_steps=32", "local steps", {"local_steps": 32}, grows=True)
 
 
 def _other_replica(options: RunOptions, weights: WeightQuantization) -> Change:
@@ -166,7 +161,7 @@ def _other_replica(options: RunOptions, weights: WeightQuantization) -> Change:
     choices: dict[str, Any] = {"replica": name}
     if isinstance(options.weights, WeightQuantization):  # which brings its own
         choices = {"weights": replace(options.weights, replica=name)}
-    return Change(f'replica="{name}"', "replica", choices, _less(name == "node"))
+    return Change(f'replica="{name}"', "replica", choices, grows=name == "full")
 
 
 def _layouts(options: RunOptions, machine: Machine, model: Model) -> Iterator[Change]:
@@ -176,7 +171,7 @@ def _layouts(options: RunOptions, machine: Machine, model: Model) -> Iterator[Ch
             auto = "auto" if size > 1 else None
             choices = {"tensor_parallel_size": size, "tensor_parallel": auto}
             label = f"tensor_parallel_size={size}" + ', tensor_parallel="auto"' * (size > 1)
-            yield Change(label, "tensor parallelism", choices, "either")
+            yield Change(label, "tensor parallelism", choices)
     others = {k: v for k, v in options.others.items() if k not in _NOT_SHARED}
     pipeline = options.strategy == "quantized_pipeline"
     for size in sorted({*_SIZES, machine.nodes}, key=lambda size: (size != machine.nodes, size)):
@@ -189,7 +184,7 @@ def _layouts(options: RunOptions, machine: Machine, model: Model) -> Iterator[Ch
                 "others": options.others if pipeline else others,
             }
             label = f"QuantizedPipelineStrategy(pipeline_size={size})"
-            yield Change(label, "pipeline", choices, "either")
+            yield Change(label, "pipeline", choices)
     if pipeline:
         choices = {"strategy": "quantized_fsdp", "pipeline_size": 1, "others": others}
-        yield Change('strategy="quantized_fsdp"', "strategy", choices, "either")
+        yield Change('strategy="quantized_fsdp"', "strategy", choices)

@@ -183,7 +183,8 @@ class RunOptions:
             weights = replace(weights, replica="full")
         nodes_alone = cluster.nodes > 1 and self.strategy == "quantized_fsdp"
         reduces = self.accumulates and self.is_ours and topology.world_size > 1
-        return self.changed(
+        return replace(
+            self,
             weights=weights or "none",
             gradients=gradients or "none",
             replica="auto",
@@ -222,10 +223,6 @@ class RunOptions:
             make = QuantizedPipelineStrategy if pipeline else QuantizedFSDPStrategy
             changed["strategy"] = make(**own, **self.others)
         return changed
-
-    def changed(self, **choices: Any) -> RunOptions:
-        """Return these options with others in place of some."""
-        return replace(self, **choices)
 
 
 _OF_PIPELINE = ("pipeline_size", "forward_codec", "backward_codec")

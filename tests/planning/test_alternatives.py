@@ -133,16 +133,17 @@ def test_changes_are_those_that_do_something() -> None:
     assert "local_steps=32" in written(OPTIONS, machine(gbit=1))
     one = written(OPTIONS, machine(1, 8))  # of which NVLink leaves all exact
     assert not any("weights=" in label or "gradients=" in label for label in one)
-    plain = OPTIONS.changed(weights="none", gradients="none")
+    plain = replace(OPTIONS, weights="none", gradients="none")
     first, *_ = in_turn(changes_of(plain, machine(), MODEL), FASTEST_FIRST)
-    assert (first.label, first.memory) == ('weights="qWD"', "more")
+    assert (first.label, first.grows) == ('weights="qWD"', True)
     codes = [c for c in changes_of(plain, machine(), MODEL) if c.topic == "codes"]
     assert codes[0].goes_with(codes[1])
     assert not any("replica" in label or "local_steps" in label for label in one)
 
 
 def test_changes_follow_what_is_set() -> None:
-    options = OPTIONS.changed(
+    options = replace(
+        OPTIONS,
         recipe="coat",
         checkpointing=True,
         optimizer_state="expanded_fp8",
@@ -153,15 +154,15 @@ def test_changes_follow_what_is_set() -> None:
         weights=WeightQuantization(replica="full"),
     )
     found = {change.label: change for change in changes_of(options, machine(), MODEL)}
-    assert found["no ActivationQuantization"].memory == "more"
+    assert found["no ActivationQuantization"].grows
     assert 'ActivationQuantization("coat")' not in found
     assert "gradient_checkpointing_enable()" not in found
     assert not any("optimizer_state" in label or "bf16" in label for label in found)
-    assert found["reduce_every_microbatch=False"].memory == "more"
-    assert found['QuantizedPrecision(gradient_buffer="int8")'].memory == "less"
+    assert found["reduce_every_microbatch=False"].grows
+    assert not found['QuantizedPrecision(gradient_buffer="int8")'].grows
     assert "local_steps=None" in found
     assert found['replica="node"'].choices == {"weights": WeightQuantization(replica="node")}
-    own = OPTIONS.changed(recipe=ActivationPolicy(norm=None))
+    own = replace(OPTIONS, recipe=ActivationPolicy(norm=None))
     assert written(own, machine(1, 1)) & {"no ActivationQuantization"}
     assert not any("Quantization(" in label for label in written(own, machine(1, 1)))
     ddp = RunOptions(strategy="DDPStrategy")
@@ -184,27 +185,27 @@ def test_layouts_divide_the_ranks() -> None:
     )
     changes = {change.label: change for change in changes_of(pipeline, machine(3, 4), model)}
     assert "QuantizedPipelineStrategy(pipeline_size=3)" not in changes
-    back = pipeline.changed(**changes['strategy="quantized_fsdp"'].choices)
+    back = replace(pipeline, **changes['strategy="quantized_fsdp"'].choices)
     assert (back.others, back.pipeline_size) == ({"seed": 1}, 1)
     assert back.change({})["strategy"].given["tensor_parallel_size"] == 2
     assert "tensor_parallel_size=1" in changes
-    forth = OPTIONS.changed(others={"reshard_after_forward": False, "seed": 1}, local_steps=4)
+    forth = replace(OPTIONS, others={"reshard_after_forward": False, "seed": 1}, local_steps=4)
     (to,) = (c for c in changes_of(forth, machine(), MODEL) if c.label.endswith("size=4)"))
-    strategy = forth.changed(**to.choices).change({})["strategy"]
+    strategy = replace(forth, **to.choices).change({})["strategy"]
     assert strategy.given == {"pipeline_size": 4, "seed": 1}
 
 
 def test_all_changes_can_be_made() -> None:
-    options = OPTIONS.changed(accumulates=True, weights="qWD", others={"units": ["Block"]})
+    options = replace(OPTIONS, accumulates=True, weights="qWD", others={"units": ["Block"]})
     model = replace(MODEL, can_cut_layers=True)
     for change in changes_of(options, machine(gbit=1), model):
-        changed = options.changed(**change.choices)
+        changed = replace(options, **change.choices)
         assert changed != options, change.label
         overrides = changed.change({})
         trainer = Trainer(accelerator="cpu", devices=1, logger=False, **overrides)
         read = RunOptions.of(trainer)
         kept = {"checkpointing": changed.checkpointing, "accumulates": changed.accumulates}
-        assert read.changed(**kept) == changed, change.label
+        assert replace(read, **kept) == changed, change.label
 
 
 def test_topics_take_turns_and_exclude_what_is_alike() -> None:
@@ -254,7 +255,7 @@ def test_topics_take_turns_and_exclude_what_is_alike() -> None:
 def test_what_makes_another_change_void_goes_without_it(
     first: str, second: str, place: Any, matter: bool
 ) -> None:
-    options = OPTIONS.changed(accumulates=True)
+    options = replace(OPTIONS, accumulates=True)
     model = replace(MODEL, can_cut_layers=True)
     changes = {change.label: change for change in changes_of(options, place, model)}
     pair = changes[first], changes[second]
@@ -336,7 +337,7 @@ def test_what_cannot_be_made_is_passed_over_and_other_errors_raised() -> None:
     assert 'tensor_parallel_size=2, tensor_parallel="auto"' in made
     assert 'tensor_parallel_size=4, tensor_parallel="auto"' not in made
     with pytest.raises(ValueError, match="does not divide"):
-        found_by(Search.ranked, 60, options=OPTIONS.changed(tensor_parallel_size=4))
+        found_by(Search.ranked, 60, options=replace(OPTIONS, tensor_parallel_size=4))
 
     def broken(options: RunOptions) -> Outcome:
         if options.recipe:

@@ -163,7 +163,7 @@ def test_other_options_are_simulated_in_place_of_the_users(
     simulated = simulations()
     assert simulated.options.strategy == "quantized_fsdp"
     assert simulated.model.layers == 2
-    plain = simulated.options.changed(weights="none", gradients="none", recipe="agoq")
+    plain = replace(simulated.options, weights="none", gradients="none", recipe="agoq")
     outcome = simulations.evaluate(plain)
     assert outcome.tokens_per_s == pytest.approx(simulated.tokens_per_step / outcome.seconds)
 
@@ -173,7 +173,7 @@ def test_two_steps_of_one_rank_say_what_three_do(monkeypatch: pytest.MonkeyPatch
     run = python_program(Net, {"precision": "bf16-mixed", "accumulate_grad_batches": 2})
     batch = torch.zeros(4, 8, dtype=torch.int64)
     simulations = Simulations(run=run, batch=batch, origin="here", machine=machine)
-    options = simulations().options.changed(gradient_buffer="int8", recipe="agoq")
+    options = replace(simulations().options, gradient_buffer="int8", recipe="agoq")
     found = simulations.evaluate(options)
     simulate = planning.simulate_fit
 

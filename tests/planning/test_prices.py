@@ -8,6 +8,7 @@ import re
 import shutil
 import statistics
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -417,7 +418,7 @@ def test_a_pipeline_is_read_and_written() -> None:
     assert isinstance(again, QuantizedPipelineStrategy)
     assert again is not strategy
     assert again.given == strategy.given
-    sharded = found.changed(strategy="quantized_fsdp", pipeline_size=1, others={})
+    sharded = replace(found, strategy="quantized_fsdp", pipeline_size=1, others={})
     assert isinstance(sharded.change({})["strategy"], QuantizedFSDPStrategy)
 
 
@@ -425,7 +426,7 @@ def test_other_strategies_stay() -> None:
     trainer = make_trainer(strategy="ddp", precision="bf16-true")
     found = RunOptions.of(trainer)
     assert (found.strategy, found.is_ours, found.precision) == ("DDPStrategy", False, "bf16-true")
-    changed = found.changed(recipe="agoq").change({"strategy": "ddp"})
+    changed = replace(found, recipe="agoq").change({"strategy": "ddp"})
     assert (changed["strategy"], changed["precision"]) == ("ddp", "bf16-true")
     assert changed["plugins"] == []
 
