@@ -112,15 +112,6 @@ class Plan:
         return all(peak.high_nbytes <= self.machine.gpu.memory_nbytes for peak in self.memory)
 
     @property
-    def outcome(self) -> Outcome:
-        """Memory of the fullest rank, and time."""
-        return Outcome(
-            device_nbytes=max(peak.device_nbytes for peak in self.memory),
-            seconds=self.step.seconds,
-            tokens_per_s=self.tokens_per_s,
-        )
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens of all ranks per second."""
         return self.tokens_per_step / self.step.seconds
@@ -255,7 +246,7 @@ def _with_alternatives(plan: Plan, simulated: Simulation, simulations: Simulatio
         simulations.evaluate,
         plan.machine,
         simulated.model,
-        base=plan.outcome,
+        base=simulated.outcome(plan.machine),
         base_s=simulated.took_s,
         time_limit_s=_SEARCH_S,
     )
@@ -330,9 +321,14 @@ class Simulation:
         """Time of a step."""
         return step_time(*self._replayed(machine))
 
-    def seconds(self, machine: Machine) -> float:
-        """Expected time of a step."""
-        return expected_seconds(*self._replayed(machine))
+    def outcome(self, machine: Machine) -> Outcome:
+        """Memory of the fullest rank, and time, both without intervals."""
+        seconds = expected_seconds(*self._replayed(machine))
+        return Outcome(
+            device_nbytes=max(peak.device_nbytes for peak in self.memory(machine)),
+            seconds=seconds,
+            tokens_per_s=self.tokens_per_step / seconds,
+        )
 
     def trace_at(self, place: int) -> Trace:
         """Trace of a place in the pipeline: its own, or that of the middle as if it were there."""
@@ -434,13 +430,7 @@ class Simulations:
 
     def evaluate(self, options: RunOptions) -> Outcome:
         """Memory and time of the run with other options."""
-        simulated = self(options)
-        seconds = simulated.seconds(self.machine)
-        return Outcome(
-            device_nbytes=max(each.device_nbytes for each in simulated.memory(self.machine)),
-            seconds=seconds,
-            tokens_per_s=simulated.tokens_per_step / seconds,
-        )
+        return self(options).outcome(self.machine)
 
     def _trace(
         self, build: Build, observer: _Observer, rank: int, first: Trace | None = None
