@@ -167,8 +167,7 @@ def simulate_fit(
         trainer, module, data = build(overrides)
         compat.stay_in_process(trainer)
         trace.microbatches = trainer.accumulate_grad_batches
-        with _collecting_between_batches():
-            trainer.fit(module, data)
+        trainer.fit(module, data)
         recorder.close()
     if trace.steps < steps:
         raise SimulationError(
@@ -176,18 +175,6 @@ def simulate_fit(
             "batches, or a callback stopped it."
         )
     return trace
-
-
-@contextmanager
-def _collecting_between_batches() -> Iterator[None]:
-    """Free cycles of tensors at the same moments in every simulation, so that plans are equal."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _everywhere(replacements: Mapping[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
@@ -265,6 +252,9 @@ def _simulation(machine: Machine, trace: Trace, told: Sequence[Any]) -> Iterator
 
     ours.append((functions, "output_dtype", output_dtype))
     with ExitStack() as stack:
+        if gc.isenabled():  # cycles of tensors are freed between batches, so that plans are equal
+            stack.callback(gc.enable)
+            gc.disable()
         stack.enter_context(compat.restored_generators())
         stack.enter_context(mock.patch.dict(os.environ, _environment(machine, trace.rank)))
         rank = getattr(rank_zero_only, "rank", None)  # which decides whether this process warns
