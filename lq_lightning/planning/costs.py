@@ -105,14 +105,12 @@ KERNELS: Sequence[tuple[str, tuple[str, ...], float]] = (
 )
 """Shares of copy of this package's kernels: beginning of the name, words among its options."""
 
-# Views, and what only allocates.
-_VIEWS = frozenset(
-    """
-    view _unsafe_view reshape transpose t permute expand slice select unsqueeze squeeze split
-    split_with_sizes chunk unbind unflatten flatten narrow detach alias as_strided empty empty_like
-    empty_strided new_empty new_empty_strided resize_ set_ lift_fresh record_stream is_same_size
-    _local_scalar_dense view_as_real view_as_complex unfold diagonal movedim
-    """.split()  # noqa: SIM905
+# What only allocates, or tells the host something. Views are no operators of a trace.
+_IDLE = frozenset(
+    (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"),
+        *("set_", "_unsafe_view", "record_stream", "is_same_size"),
+    )
 )
 
 
@@ -155,14 +153,14 @@ def is_codec(operator: Operator) -> bool:
     return operator.name.startswith("lq_lightning.") and "optimizer" not in operator.name
 
 
-def is_view(operator: Operator) -> bool:
+def is_idle(operator: Operator) -> bool:
     """Tell whether an operator does nothing on the device."""
-    return operator.name == SHARDED or short_name(operator) in _VIEWS
+    return operator.name == SHARDED or short_name(operator) in _IDLE
 
 
 def operator_costs(operator: Operator, gpu: Gpu) -> tuple[float, float, float]:
     """Return the seconds of an operator's launch, of moving its bytes, and of computing."""
-    if is_view(operator):
+    if is_idle(operator):
         return 0.0, 0.0, 0.0
     nbytes = operator.read_nbytes + operator.written_nbytes
     moving = nbytes / (_share(operator) * gpu.copy_bytes_per_s)
@@ -254,7 +252,7 @@ def fused(events: Sequence[Event]) -> list[Event]:
     found: list[Event] = []
     place = -1  # of the operator that the next one may join; -1 for none
     for event in events:
-        if isinstance(event, Operator) and not is_view(event) and is_fusible(event):
+        if isinstance(event, Operator) and not is_idle(event) and is_fusible(event):
             first = found[place] if place >= 0 else None
             where = event.stream, event.phase
             if isinstance(first, Operator) and (first.stream, first.phase) == where:
@@ -262,7 +260,7 @@ def fused(events: Sequence[Event]) -> list[Event]:
                 found[place] = replace(first, name=COMPILED, written_nbytes=written, options=())
                 continue
             place = len(found)
-        elif isinstance(event, Collective) or isinstance(event, Operator) and not is_view(event):
+        elif isinstance(event, Collective) or isinstance(event, Operator) and not is_idle(event):
             place = -1
         found.append(event)
     return found

@@ -30,7 +30,7 @@ from .costs import (
     collective_costs,
     fused,
     is_codec,
-    is_view,
+    is_idle,
     operator_costs,
     sent_nbytes,
 )
@@ -267,11 +267,11 @@ class _Replay:
         if operator.name == SHARDED:
             self._issue(SHARDED_CALLS)
             return
-        view, calls = is_view(operator), OPERATOR_CALLS
+        idle, calls = is_idle(operator), OPERATOR_CALLS
         if self.prepared.compiled:
-            calls = 0.0 if view else COMPILED_CALLS
+            calls = 0.0 if idle else COMPILED_CALLS
         issued = self._issue(calls)
-        if view:
+        if idle:
             return
         stream = operator.stream
         part = OPTIMIZER if operator.phase == "optimizer" else COMPUTE

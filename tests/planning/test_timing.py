@@ -258,11 +258,11 @@ def test_events_that_no_python_records_take_the_host_no_time() -> None:
 
 
 def test_operators_on_dtensors_and_compiled_ones_take_the_host_longer() -> None:
-    view = work(0.0, name="aten.view.default")
-    step = [work(0.001, name="aten.mm.default", flops=1), view, work(0.0, name=SHARDED), view]
+    idle = work(0.0, name="aten.empty_like.default")
+    step = [work(0.001, name="aten.mm.default", flops=1), idle, work(0.0, name=SHARDED), idle]
     calls = 3 * timing.OPERATOR_CALLS + timing.SHARDED_CALLS + timing.BATCH_CALLS
     assert step_time(trace_of(step), machine(operator_s=0.5)).seconds == pytest.approx(0.5 * calls)
-    compiled = replace(trace_of(step), compiled=True)  # its views are there no more
+    compiled = replace(trace_of(step), compiled=True)  # what only allocates is there no more
     calls = timing.COMPILED_CALLS + timing.SHARDED_CALLS + timing.BATCH_CALLS
     assert step_time(compiled, machine(operator_s=0.5)).seconds == pytest.approx(0.5 * calls)
 
