@@ -313,7 +313,7 @@ def describe(reports: Sequence[Report], profile: Profile, problems: Sequence[Pro
     """Return what was found, a number to a line, and the problems."""
     kind = "no GPU found" if profile.gpu is None else profile.gpu.name
     lines = [f"{profile.nodes} x {profile.gpus_per_node} ranks, {kind}"]
-    first, gpu = reports[0], profile.gpu
+    gpu = profile.gpu
     if gpu is not None:
         lines.append(f"copy: {gpu.copy_bytes_per_s / 1e9:.0f} GB/s")
         products = [f"{name} {rate / 1e12:.0f}" for name, rate in gpu.products.items()]
@@ -331,14 +331,9 @@ def describe(reports: Sequence[Report], profile: Profile, problems: Sequence[Pro
     if carriers := sorted({report.carrier for report in reports} - {""}):
         lines.append(f"network: TCP over {', '.join(carriers)}")
     offset = max(abs(report.offset_s) for report in reports)
-    limits = first.limits
     lines += [f"clocks of hosts: at most {offset * 1e3:.1f} ms apart"] if profile.nodes > 1 else []
-    lines.append(
-        f"limits: {limits['open files']:.0f} open files, "
-        f"{limits['shared memory'] / _GIB:.1f} GiB of /dev/shm, "
-        f"{limits['free disk'] / _GIB:.1f} GiB of disk"
-    )
-    lines.append("versions: " + ", ".join(f"{n} {value}" for n, value in first.versions.items()))
+    versions = reports[0].versions.items()
+    lines.append("versions: " + ", ".join(f"{name} {value}" for name, value in versions))
     for problem in problems:
         lines.append(f"{'STOPS TRAINING' if problem.stops else 'problem'}: {problem.text}")
     return "\n".join([*lines, *([] if problems else ["nothing wrong was found"]), ""])
