@@ -236,8 +236,7 @@ _OF_STRATEGY = (
 class EnableCheckpointing(Callback):
     """Lets a model recompute its layers in backward, by its own ``gradient_checkpointing_enable``.
 
-    Raises:
-        ValueError: before training: no module has that method.
+    A model that recomputes them without that method is left as it is.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -248,12 +247,8 @@ class EnableCheckpointing(Callback):
     @staticmethod
     def _enable(module: nn.Module) -> None:
         enable = checkpointing_of(module)
-        if enable is None:
-            raise ValueError(
-                f"`{type(module).__name__}` has no module with `gradient_checkpointing_enable()`: "
-                "checkpoint its layers in its own forward."
-            )
-        enable()
+        if enable is not None:
+            enable()
 
 
 def checkpointing_of(module: nn.Module) -> Callable[[], None] | None:

@@ -447,9 +447,10 @@ def test_checkpointing_is_the_model_s_own() -> None:
     assert RunOptions.of(trainer, module).checkpointing
     first.setup(trainer, LightningModule(), "validate")
     plain = LightningModule()
+    plain.gradient_checkpointing = True  # by means of its own
+    assert RunOptions.of(trainer, plain).checkpointing
     first.setup(trainer, plain, "fit")
-    with pytest.raises(ValueError, match="no module with `gradient_checkpointing_enable"):
-        plain.configure_model()
+    plain.configure_model()
 
 
 def test_nodes_that_come_and_go_are_not_planned() -> None:
