@@ -9,9 +9,7 @@ Shape legend: S trainings, N nodes, n elements of a parameter, B bytes of a mess
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,57 +23,24 @@ from lq_lightning.data_parallel.unit import full_precision_reason
 
 Tensors = dict[str, Tensor]
 
-_CHUNK = 4096  # elements among which the largest are chosen
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Local:
-    """Local steps of a variant, and what only this study has.
-
-    Attributes:
-        steps: Options of the library.
-        codec: Instead of the library's.
-        density: Share of the largest values of each chunk that is sent (SparseLoCo,
-            arXiv:2508.15706); ``codec`` then encodes these alone.
-        decay: What is left of errors of rounding in the next message.
-        in_weights: Nodes keep errors of rounding in their weights, so that the next difference
-            contains them. Takes no memory, but nodes never start alike.
-    """
-
-    steps: LocalSteps
-    codec: CodecSpec | None = None
-    density: float = 1.0
-    decay: float = 1.0
-    in_weights: bool = False
-
-    @property
-    def spec(self) -> CodecSpec | None:
-        """Codec of messages."""
-        return self.codec or self.steps.codec()
-
-    @property
-    def bits(self) -> float:
-        """Bits on the wire per parameter and step, positions of chosen values included."""
-        if self.spec is None:
-            return 32 / self.steps.every
-        each = 8 * self.spec.nbytes(1 << 20) / (1 << 20)
-        if self.density < 1:
-            each = self.density * (each + math.log2(_CHUNK))
-        return each / self.steps.every
+def bits_per_step(local: LocalSteps) -> float:
+    """Return the bits on the wire per parameter and step."""
+    spec = local.codec()
+    return (32 if spec is None else 8 * spec.nbytes(1 << 20) / (1 << 20)) / local.every
 
 
 class _Flight(NamedTuple):
     landing: int
     means: Tensors  # [S, *shape]
     sent: Tensors  # weights when they were sent, [S * N, *shape]
-    unsent: Tensors  # what codes have lost of them, [S * N, n]; with ``in_weights``
 
 
 class EmulatedNodes:
     """Anchors of S trainings, and the outer steps of their nodes.
 
     Args:
-        local: What to do.
+        local: Options of the library.
         nodes: N.
         masters: fp32 weights ``[S * N, *shape]``, alike in the nodes of a training.
         units: Names of the parameters of each unit.
@@ -84,7 +49,7 @@ class EmulatedNodes:
 
     def __init__(
         self,
-        local: Local,
+        local: LocalSteps,
         nodes: int,
         masters: Mapping[str, Tensor],
         units: Mapping[str, Sequence[str]],
@@ -101,7 +66,7 @@ class EmulatedNodes:
             for n, w in sorted(masters.items())
         }
         parts = [unit for unit in units if unit != "root"]
-        count = min(local.steps.fragments, len(parts))  # of small models
+        count = min(local.fragments, len(parts))  # of small models
         dealt = deal_out(names, parts, count)
         self._fragments = [[names[p] for p in part] for part in dealt]
 
@@ -110,7 +75,7 @@ class EmulatedNodes:
         """Send and merge what is due; masters are those of before, in the same memory."""
         self.steps += 1
         self._trained.update(masters)
-        config = self.local.steps
+        config = self.local
         if self._flight is not None and self._flight.landing == self.steps:
             self._land(masters)
         for index, names in enumerate(self._fragments):
@@ -126,70 +91,57 @@ class EmulatedNodes:
         self._land(masters)
         self._send([name for name in self.anchors if name in self._trained], masters)
         self._land(masters)
-        for name, anchor in self.anchors.items():  # `in_weights` leaves nodes different
-            masters[name].copy_(anchor.repeat_interleave(self.nodes, dim=0))
         self.steps = 0
 
     def _send(self, names: Sequence[str], masters: Tensors) -> None:
-        flight = _Flight(self.steps + self.local.steps.delay, {}, {}, {})
+        flight = _Flight(self.steps + self.local.delay, {}, {})
         for name in names:
             moved = self.anchors[name].repeat_interleave(self.nodes, dim=0) - masters[name]
-            mean, unsent = self._mean(name, moved.flatten(1))
+            mean = self._mean(name, moved.flatten(1))
             flight.means[name] = mean.reshape(self.anchors[name].shape)
             flight.sent[name] = masters[name].detach().clone()
-            if unsent is not None:
-                flight.unsent[name] = unsent.reshape(masters[name].shape)
         self._trained.difference_update(names)
         self._flight = flight
 
     def _land(self, masters: Tensors) -> None:
         if self._flight is None:
             return
-        lr, momentum = self.local.steps.outer_lr, self.local.steps.outer_momentum
+        lr, momentum = self.local.outer_lr, self.local.outer_momentum
         for name, mean in self._flight.means.items():
             velocity, anchor = self._velocities[name], self.anchors[name]
             velocity.mul_(momentum).add_(mean)
             anchor.sub_(mean.add(velocity, alpha=momentum), alpha=lr)
             everywhere = anchor.repeat_interleave(self.nodes, dim=0)
             masters[name].copy_((masters[name] - self._flight.sent[name]).add_(everywhere))
-            if name in self._flight.unsent:
-                masters[name].sub_(self._flight.unsent[name])
         self._flight = None
 
-    def _mean(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the mean ``[S, n]`` of rows ``[S * N, n]`` as nodes get it, and what it lacks."""
-        spec, shape = self.local.spec, self.anchors[name].shape[1:]
+    def _mean(self, name: str, rows: Tensor) -> Tensor:
+        """Return the mean ``[S, n]`` of rows ``[S * N, n]`` as nodes get it."""
+        spec, shape = self.local.codec(), self.anchors[name].shape[1:]
         exact = full_precision_reason(len(shape), rows.shape[1], torch.float32, self._least)
         if spec is None or exact:
-            return _in_order(rows / self.nodes, self.nodes), None
+            return _in_order(rows / self.nodes, self.nodes)
         length = rows.shape[1]  # zeros after it belong to the last group
         rows = torch.nn.functional.pad(rows, (0, -length % spec.block_multiple))
-        if self.local.steps.error_feedback:
+        numel = rows.shape[1]
+        if self.local.error_feedback:
             self._add_error(name, rows)
-        if self.local.density < 1:
-            sent = _largest(rows, self.local.density, spec)
-            mean = _in_order(sent / self.nodes, self.nodes)
-        else:
-            numel = rows.shape[1]
-            messages = encode(spec, rows)
-            sent = decode(spec, messages, numel)
-            by_node = messages.unflatten(0, (-1, self.nodes)).transpose(0, 1)  # [N, S, B]
-            mean = self._decoded_mean(name, by_node.contiguous(), numel, spec)
-        rows -= sent
-        if self.local.steps.error_feedback:
-            self._errors[name] = encode(ERRORS, rows)
-        return mean[:, :length], rows[:, :length] if self.local.in_weights else None
+        messages = encode(spec, rows)
+        if self.local.error_feedback:
+            self._errors[name] = encode(ERRORS, rows - decode(spec, messages, numel))
+        by_node = messages.unflatten(0, (-1, self.nodes)).transpose(0, 1)  # [N, S, B]
+        return self._decoded_mean(name, by_node.contiguous(), numel, spec)[:, :length]
 
     def _add_error(self, name: str, rows: Tensor) -> None:
         error = self._errors.get(name)
         if error is not None:
-            decode(ERRORS, error, rows.shape[1], scale=self.local.decay, out=rows, add=True)
+            decode(ERRORS, error, rows.shape[1], out=rows, add=True)
 
     def _decoded_mean(self, name: str, messages_NSB: Tensor, numel: int, spec: CodecSpec) -> Tensor:
         share = 1 / self.nodes
         if self.nodes == 2:
             return decode_reduce(spec, messages_NSB, numel, scale=share)
-        if not self.local.steps.error_feedback:
+        if not self.local.error_feedback:
             summed = decode_reduce_encode(spec, messages_NSB, numel, spec)
             return decode(spec, summed, numel, scale=share)
         sums, key = decode_reduce(spec, messages_NSB, numel), f"sum of {name}"
@@ -206,15 +158,3 @@ def _in_order(rows: Tensor, nodes: int) -> Tensor:
     for other in others:
         total += other
     return total
-
-
-def _largest(rows: Tensor, density: float, spec: CodecSpec) -> Tensor:
-    """Return the largest values of each chunk as ``spec`` encodes them, and zeros elsewhere."""
-    count, numel = rows.shape
-    chunks = torch.nn.functional.pad(rows, (0, -numel % _CHUNK)).view(-1, _CHUNK)
-    kept = max(1, round(density * _CHUNK))
-    index = chunks.abs().topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
-    values = chunks.gather(1, index).view(count, -1)
-    values = decode(spec, encode(spec, values), values.shape[1]).view(-1, kept)
-    sparse = torch.zeros_like(chunks).scatter_(1, index, values)
-    return sparse.view(count, -1)[:, :numel]

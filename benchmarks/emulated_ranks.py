@@ -17,11 +17,11 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-from emulated_nodes import Local
 from emulated_stages import Stages
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
+from lq_lightning.data_parallel import LocalSteps
 from lq_lightning.data_parallel.unit import (
     MessageLayout,
     Run,
@@ -77,7 +77,7 @@ class Plan:
     gradients: Codes | None = None
     exact: str | None = None
     optimizer: Literal["adamw", "muon", "muon8"] = "adamw"
-    local: Local | None = None
+    local: LocalSteps | None = None
     stages: Stages | None = None
 
 

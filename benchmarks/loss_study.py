@@ -46,6 +46,7 @@ from typing import Any
 import torch
 from common import argument_parser, choices, free_memory, synchronize, table, write_report
 from corpus import Corpus, load, tokens_folder
+from emulated_nodes import bits_per_step
 from emulated_ranks import Plan
 from loss_variants import BASELINE, PERTURBED, PRESETS, VARIANTS, VOCABULARY_CODE, Preset
 from stacked_models import losses, losses_of_compiled_blocks
@@ -195,9 +196,9 @@ def report(args: argparse.Namespace, runs: Runs, corpus: Corpus) -> None:
         "train_tokens": tokens,
         "train_passes": round(tokens / (corpus.train.shape[0] * preset.seq), 3),
         "bits_per_step": {
-            name: VARIANTS[name].local.bits  # type: ignore[union-attr]
+            name: bits_per_step(local)
             for name in runs
-            if VARIANTS[name].local is not None
+            if (local := VARIANTS[name].local) is not None
         },
         "val_tokens": min(preset.val_blocks, len(corpus.val)) * preset.seq,
         "variants": in_order(runs),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from emulated_nodes import Local
 from emulated_ranks import Codes, Plan
 from emulated_stages import Stages
 from stacked_models import Sizes
@@ -125,50 +124,22 @@ _NF4: dict[str, Any] = {"code": "nf4", "hadamard_size": 128}
 _EIGHT = Codes(inter=replace(_LONG_GROUPS, code="int8"))
 
 
-def _local(optimizer: Literal["adamw", "muon8"] = "adamw", every: int = 32, **changes: Any) -> Plan:
-    """Return local steps: some changes are of ``Local``, others of ``LocalSteps``."""
-    own = {field.name for field in fields(Local)} & changes.keys()
-    steps = LocalSteps(every=every, **{k: v for k, v in changes.items() if k not in own})
-    return Plan(
-        optimizer=optimizer, local=Local(steps=steps, **{name: changes[name] for name in own})
-    )
+def _local(optimizer: Literal["adamw", "muon8"] = "adamw", every: int = 32, **options: Any) -> Plan:
+    return Plan(optimizer=optimizer, local=LocalSteps(every=every, **options))
 
 
-_FEED: dict[str, Any] = {"error_feedback": True}
-_TWO: dict[str, Any] = {"bits": 2, **_FEED}
-_MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
-_STREAM: dict[str, Any] = {"fragments": 4, "delay": 8}
-_SPARSE: dict[str, Any] = {"codec": replace(LocalSteps(bits=2).codec(), hadamard_size=0)}  # type: ignore[type-var]
-_SPARSE |= {"density": 0.03}
-_SPARSE |= {"decay": 0.95, "outer_lr": 1.0, "outer_momentum": 0.0, **_FEED}
+_TWO: dict[str, Any] = {"bits": 2, "error_feedback": True}
 _SLOW: dict[str, Any] = {"every": 48, "fragments": 12, "delay": 4, **_TWO}
 LOCAL: dict[str, Plan] = {
     "local": _local(),  # the library's default
-    "local, fp32": _local(bits=None),
-    "local, feedback": _local(**_FEED),
-    "local, 2 bits": _local(bits=2),
     "local, 2 bits, feedback": _local(**_TWO),
-    "local, 2 bits, in weights": _local(bits=2, in_weights=True),
-    "local, fragments": _local(fragments=4),
-    **{f"local, fragments, delay {n}": _local(fragments=4, delay=n) for n in (2, 4, 8)},
-    "local, fragments, delay 8, feedback": _local(**_STREAM, **_FEED),
-    "local, fragments, delay 8, 2 bits, feedback": _local(**_STREAM, **_TWO),
     "local 48, 12 fragments, delay 4, 2 bits, feedback": _local(**_SLOW),
-    "local, sparse": _local(**_SPARSE),
-    "local, mean": _local(**_MEAN),  # of weights: no outer momentum
+    "local, mean": _local(outer_lr=1.0, outer_momentum=0.0),  # of weights: no outer momentum
     "local, momentum 0.9": _local(outer_momentum=0.9),
-    "local 8": _local(every=8),
-    "local 8, mean": _local(every=8, **_MEAN),
     # To be compared with "muon8".
     "muon8, local": _local("muon8"),
-    "muon8, local, fp32": _local("muon8", bits=None),
     "muon8, local, 2 bits, feedback": _local("muon8", **_TWO),
-    "muon8, local, fragments, delay 2, 2 bits, feedback": _local(
-        "muon8", fragments=4, delay=2, **_TWO
-    ),
-    "muon8, local, fragments, delay 8, 2 bits, feedback": _local("muon8", **_STREAM, **_TWO),
     "muon8, local 48, 12 fragments, delay 4, 2 bits, feedback": _local("muon8", **_SLOW),
-    "muon8, local, sparse": _local("muon8", **_SPARSE),
 }
 
 

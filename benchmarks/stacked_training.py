@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from corpus import Corpus
-from emulated_nodes import EmulatedNodes, Local
+from emulated_nodes import EmulatedNodes
 from emulated_ranks import EmulatedRanks, Plan, Tensors, Unit
 from emulated_stages import EmulatedStages, Stages
 from loss_variants import Preset
 from stacked_models import initial, losses, shapes, units, vocabulary
 from torch import Tensor
 
+from lq_lightning.data_parallel import LocalSteps
 from lq_lightning.optim import QuantizedMuon
 
 CLIP = 1.0  # largest norm of gradients
@@ -128,7 +129,7 @@ class StackedTraining:
         forward: Losses = losses,
         trunk: StackedTraining | None = None,
         optimizer: str = "adamw",
-        local: Local | None = None,
+        local: LocalSteps | None = None,
         stages: Stages | None = None,
     ) -> None:
         every, alone = nodes * node_size, nodes if local is not None else 1
