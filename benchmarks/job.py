@@ -51,6 +51,7 @@ from lq_lightning.optim import (
     muon_groups,
 )
 
+POWERSGD_RANK = 32
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
 
 
@@ -63,10 +64,8 @@ class Variant:
         gradients: Quantization of the gradients; None leaves FSDP2's reduce-scatter.
         reduce_dtype: Dtype of FSDP2's gradient reduction.
         communicate: False lets each rank train its own unsharded copy.
-        keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
         ddp: Hook of DDP, which keeps unsharded copies, or ``"none"`` for its all-reduce in fp32;
             None shards with FSDP2.
-        rank: Rank of ``"powersgd"``.
         every: Steps that nodes train alone, each with a model sharded over its ranks (local steps);
             0 for none.
         overlaps: Whether fragments of these nodes travel in 2 bits while they train.
@@ -78,9 +77,7 @@ class Variant:
     gradients: GradientQuantization | None = None
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     communicate: bool = True
-    keep_gathered: bool = False
     ddp: Literal["none", "bf16", "8-bit", "powersgd"] | None = None
-    rank: int = 32
     every: int = 0
     overlaps: bool = False
     optimizer: Literal["adamw", "muon", "muon32", "muon8"] = "adamw"
@@ -112,17 +109,14 @@ VARIANTS = {
     "quantized": _quantized(),
     "quantized-node": replace(_quantized(), weights=WeightQuantization(replica="node")),
     "quantized-vocabulary-4": _quantized(vocabulary_bits=None),
-    "quantized-vocabulary-8": _quantized(vocabulary_bits=8),
-    "quantized-2-bits": _quantized(inter_bits=2, vocabulary_bits=8),
     "weights-only": Variant(weights=WeightQuantization()),
     "gradients-only": Variant(gradients=GradientQuantization()),
     "ddp": Variant(ddp="none"),
     "ddp-bf16": Variant(ddp="bf16"),
     "ddp-8-bit": Variant(ddp="8-bit"),
-    "ddp-powersgd-8": Variant(ddp="powersgd", rank=8),
-    "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
-    **{f"local-{every}": Variant(every=every) for every in (8, 16, 32, 64)},
-    **{f"local-{n}-overlapped": Variant(every=n, overlaps=True) for n in (32, 48, 64)},
+    f"ddp-powersgd-{POWERSGD_RANK}": Variant(ddp="powersgd"),
+    "local-32": Variant(every=32),
+    "local-48-overlapped": Variant(every=48, overlaps=True),
     "no-communication": Variant(communicate=False),
     **{f"fsdp2-{name}": Variant(optimizer=name) for name in ("muon", "muon32", "muon8")},  # type: ignore[arg-type]
     "ddp-muon": Variant(ddp="none", optimizer="muon"),
@@ -196,7 +190,7 @@ class Job:
         if compile_blocks:
             self.model.compile_units(loss=tensor_parallel == 1)
         for block in self.model.blocks:
-            fully_shard(block, **options, reshard_after_forward=not variant.keep_gathered)
+            fully_shard(block, **options)
         # Forward uses the head last, and backward needs it again at once.
         fully_shard(self.model.head, **options, reshard_after_forward=False)
         fully_shard(self.model, **options)
@@ -219,8 +213,7 @@ class Job:
         """Let nodes train alone, with an outer step every so many steps."""
         if dist.group.WORLD is None:
             raise AssertionError("a job has a default process group")
-        lr = 0.7 if every > 16 else 0.5  # ended lowest in many short runs
-        config = LocalSteps(every=every, outer_lr=lr)
+        config = LocalSteps(every=every)
         if overlaps:
             count = min(12, len(self.model.blocks))
             config = replace(config, fragments=count, delay=every // count)
@@ -258,7 +251,7 @@ class Job:
         elif variant.ddp == "powersgd":
             # Before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow.
             power = PowerSGDState(
-                None, matrix_approximation_rank=variant.rank, start_powerSGD_iter=2
+                None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
             )
             ddp.register_comm_hook(power, powerSGD_hook)
 

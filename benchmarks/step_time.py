@@ -15,7 +15,6 @@ usual mixed-precision policy; `fsdp2-bf16-reduce` also reduces in bf16.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gzip
 import json
 import math
@@ -120,7 +119,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile each block and the loss"
     )
-    parser.add_argument("--keep-gathered", action="store_true", help="no reshard after forward")
     parser.add_argument(
         "--trace", type=Path, help="profile each variant too, and put the traces into this folder"
     )
@@ -230,12 +228,11 @@ def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:
         return math.nan, math.nan
     if not variant.communicate:
         return 0.0, 0.0
-    gathers = 1 if variant.keep_gathered else 2
     in_blocks = sum(map(job.own_numel, job.model.blocks.parameters()))
     in_root = sum(map(job.own_numel, job.model.parameters())) - in_blocks
     nbytes = 0
     if variant.weights is None:
-        nbytes += 2 * (gathers * in_blocks + in_root)
+        nbytes += 2 * (2 * in_blocks + in_root)
     if variant.gradients is None:
         nbytes += getattr(torch, variant.reduce_dtype).itemsize * (in_blocks + in_root)
     return ring_bytes(nbytes // job.topology.world_size, job.topology)
@@ -264,7 +261,7 @@ def measure(
     name: str, args: argparse.Namespace, device: torch.device
 ) -> Iterator[tuple[str | None, Result]]:
     """Build the variant, warm it up, and yield each rate with what was measured at it."""
-    variant = dataclasses.replace(VARIANTS[name], keep_gathered=args.keep_gathered)
+    variant = VARIANTS[name]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     if args.rates[0] is not None:
@@ -355,7 +352,6 @@ def setup(args: argparse.Namespace, rate: str | None, link_gbit_per_s: float) ->
         "link_gbit_per_s": None if math.isnan(link_gbit_per_s) else link_gbit_per_s,
         "steps": args.steps,
         "warmup": args.warmup,
-        "reshard_after_forward": not args.keep_gathered,
         "compile": args.compile,
     }
 
