@@ -4,9 +4,9 @@ A call trains one variant: `examples/pretrain.py` with `examples/configs/llama3_
 same model, data, chunked loss and accumulation over two micro-batches. ``--json`` adds its row to a
 report. ``ours`` is the configuration as it is, ``offload`` also moves codes to the host;
 ``bitsandbytes`` has bf16 weights, its 8-bit AdamW and full checkpointing; ``selective`` and
-``save_on_cpu`` keep activations so, with our states. ``lora`` trains adapters of rank 16 on a
-frozen base in bf16, bitsandbytes' nf4 or torchao's int8, without accumulation. ``selective`` and
-``lora`` compile no layers.
+``save_on_cpu`` keep activations so, with our states. ``lora nf4`` trains adapters of rank 16 on a
+frozen base in bitsandbytes' nf4, without accumulation. ``selective`` and ``lora nf4`` compile no
+layers.
 
 Tokens per second are of whole optimizer steps behind the warm-up. ``peak_gib`` is the most that the
 allocator had handed out since training started. ``--trace`` writes a timeline of the last step, and
@@ -91,8 +91,8 @@ class OnCpuLM(CausalLM):
             return super().training_step(*args, **kwargs)
 
 
-class AdaptersLM(CausalLM):
-    """Adapters on a frozen base, whose layers a library replaces."""
+class Nf4LM(CausalLM):
+    """Adapters on bitsandbytes' 4-bit layers."""
 
     def configure_model(self) -> None:
         """Build the network, and replace the layers below the adapters."""
@@ -104,15 +104,7 @@ class AdaptersLM(CausalLM):
                 layer.base_layer = self.frozen(layer.base_layer)
 
     def frozen(self, layer: nn.Linear) -> nn.Module:
-        """Return what computes in place of a frozen layer."""
-        return layer
-
-
-class Nf4LM(AdaptersLM):
-    """Adapters on bitsandbytes' 4-bit layers."""
-
-    def frozen(self, layer: nn.Linear) -> nn.Module:
-        """Return a layer of 4 bits."""
+        """Return the layer of 4 bits that computes in place of a frozen one."""
         from bitsandbytes.nn import Linear4bit, Params4bit
 
         sizes = layer.in_features, layer.out_features
@@ -120,17 +112,6 @@ class Nf4LM(AdaptersLM):
         made.weight = Params4bit(layer.weight.data, False, quant_type="nf4", module=made)
         moved: nn.Module = made.to(layer.weight.device)
         return moved
-
-
-class Int8LM(AdaptersLM):
-    """Adapters on torchao's 8-bit weights."""
-
-    def frozen(self, layer: nn.Linear) -> nn.Module:
-        """Return the layer, with a weight of 8 bits."""
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        quantize_(layer, Int8WeightOnlyConfig())
-        return layer
 
 
 _CODES = "--trainer.callbacks.init_args."
@@ -143,17 +124,14 @@ VARIANTS: dict[str, tuple[type[CausalLM], tuple[str, ...]]] = {
     "ours": (CausalLM, ()),
     "ours fp8-4bit": (CausalLM, (f"{_CODES}recipe=fp8-4bit",)),
     "offload": (CausalLM, (_MOVED,)),
-    "offload auto": (CausalLM, (f"{_CODES}offload=auto",)),
     "offload fp8-4bit": (CausalLM, (_MOVED, f"{_CODES}recipe=fp8-4bit")),
     "checkpointing, offload": (CheckpointedLM, (_MOVED,)),
     "bitsandbytes": (BitsAndBytesLM, _BF16),
     "selective": (SelectiveLM, (*_PLAIN, _EAGER)),
     "save_on_cpu": (OnCpuLM, _PLAIN),
-    "lora": (AdaptersLM, _LORA),
     "lora nf4": (Nf4LM, _LORA),
-    "lora int8": (Int8LM, _LORA),
+    "lora nf4, offload": (Nf4LM, (*_LORA, _MOVED)),
 }
-VARIANTS |= {f"{n}, offload": (m, (*o, _MOVED)) for n, (m, o) in VARIANTS.items() if "lora" in n}
 
 
 class StepClock(pl.Callback):
