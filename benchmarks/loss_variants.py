@@ -120,8 +120,6 @@ def with_vocabulary(bits: int) -> Plan:
 
 
 _SHORT: dict[str, Any] = {"group_size": 64, "scale_dtype": "bfloat16"}
-_NF4: dict[str, Any] = {"code": "nf4", "hadamard_size": 128}
-_EIGHT = Codes(inter=replace(_LONG_GROUPS, code="int8"))
 
 
 def _local(optimizer: Literal["adamw", "muon8"] = "adamw", every: int = 32, **options: Any) -> Plan:
@@ -178,21 +176,19 @@ VARIANTS: dict[str, Plan] = {
     "differences": Plan(weights=DIFFERENCES),
     "gradients": Plan(gradients=GRADIENTS),
     "both, vocabulary exact": replace(BOTH, exact=_VOCABULARY),
-    "8 bits": _both(_EIGHT, _gradients(code="int8")),
-    **{f"{bits} bits": _both(gradients=_gradients(code=f"int{bits}")) for bits in (6, 5, 3, 2)},
+    **{f"{bits} bits": _both(gradients=_gradients(code=f"int{bits}")) for bits in (6, 2)},
     # All in 4 bits was the default once.
     **{f"gradients, vocabulary {bits}": with_vocabulary(bits) for bits in (4, 5, 6, 8)},
     "gradients, vocabulary groups of 32": _both(
         gradients=_gradients(replace(_INTER, group_size=32))
     ),
     "gradients, larger transform": _both(gradients=_gradients(hadamard_size=128)),
-    **{f"gradients, groups of {n}": _both(gradients=_gradients(group_size=n)) for n in (32, 64)},
+    "gradients, groups of 32": _both(gradients=_gradients(group_size=32)),
     # As many bytes as groups of 128 with a scale of 32 bits.
     "gradients, groups of 64, short scales": _both(gradients=_gradients(**_SHORT)),
     # The default before NF4, and codes between the two.
     "differences, INT4, groups of 2048": _differences(),
     "differences, short groups": _differences(group_size=128, scale_dtype="bfloat16"),
-    "differences, NF4": _differences(**_NF4),
     **LOCAL,
     **STAGES,
 }
