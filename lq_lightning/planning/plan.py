@@ -21,7 +21,7 @@ from lq_lightning.planning.alternatives import (
     Choice,
     Outcome,
     Search,
-    number_of_layers,
+    number_of_equal_layers,
 )
 from lq_lightning.planning.changes import Model
 from lq_lightning.planning.config import (
@@ -371,7 +371,7 @@ class _Observer(Callback):
         plans = ("tensor_parallel_plan", "base_model_tp_plan")
         parts = [part for m in module.modules() for part in (m, getattr(m, "config", None))]
         self.model = Model(
-            layers=number_of_layers(module),
+            layers=number_of_equal_layers(module),
             can_checkpoint=checkpointing_of(module) is not None,
             can_cut_layers=any(getattr(part, name, None) for part in parts for name in plans),
         )

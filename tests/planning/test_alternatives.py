@@ -17,7 +17,7 @@ from lq_lightning.planning.alternatives import (
     Choice,
     Outcome,
     Search,
-    number_of_layers,
+    number_of_equal_layers,
 )
 from lq_lightning.planning.changes import (
     FASTEST_FIRST,
@@ -299,12 +299,13 @@ class Stack(LightningModule):
         self.layers = layers
 
 
-def test_layers_are_counted() -> None:
-    blocks = [Block(width) for width in range(4, 9)]  # which may differ
+def test_equal_layers_are_counted() -> None:
+    blocks = [Block() for _ in range(5)]
     named = {f"b{index}": block for index, block in enumerate(blocks)}
     for layers in (nn.ModuleList(blocks), nn.Sequential(*blocks), nn.ModuleDict(named)):
-        assert number_of_layers(Stack(layers)) == 5
-    assert number_of_layers(Stack(nn.Linear(2, 2))) == 0
+        assert number_of_equal_layers(Stack(layers)) == 5
+    assert number_of_equal_layers(Stack(nn.ModuleList([Block(), Block(5)]))) == 0
+    assert number_of_equal_layers(Stack(nn.Linear(2, 2))) == 0
 
 
 # --- what fits ------------------------------------------------------------------------------------
