@@ -129,6 +129,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--json {args.json} is one file for {len(args.rates)} rates: put {{rate}} in")
     if args.tensor_parallel > 1 and any(VARIANTS[name].ddp for name in args.variants):
         parser.error("DDP's variants have no --tensor-parallel")
+    if args.cpu and any(VARIANTS[name].ddp == "powersgd" for name in args.variants):
+        # Its callbacks wait for each other in gloo's two threads, and hang with several buckets.
+        parser.error("torch's PowerSGD can hang on CPUs: leave its variant out, or use GPUs")
     args.config = model_config(args)
     args.micro_batch = args.micro_batch or (2 if args.tiny else 8)
     return args
