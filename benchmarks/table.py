@@ -31,7 +31,6 @@ ROWS = {
     "activation_kernels": ("cases", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
-    "alternatives": ("rows", ""),
     "changing_nodes": ("runs", "run"),
     "code_errors": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
@@ -170,14 +169,19 @@ LOSS_HEADER = (
 )
 
 
+def baseline(runs: Runs) -> str:
+    """Return what a study compares with: full precision, or else its first variant."""
+    return BASELINE if BASELINE in runs else next(iter(runs))
+
+
 def counterparts(runs: Runs, name: str) -> dict[int, list[Run]]:
     """Return the runs of full precision that a variant is compared with, by seed.
 
     Including those from perturbed weights: a single run has luck of its own, which all differences
     to it would share. Full precision itself, of both kinds, is compared with the others.
     """
-    exact = [*runs.get(BASELINE, [])]
-    if name not in (BASELINE, PERTURBED):
+    exact = [*runs[baseline(runs)]]
+    if name not in (baseline(runs), PERTURBED):
         exact += runs.get(PERTURBED, [])
     by_seed: dict[int, list[Run]] = {}
     for run in exact:
@@ -226,7 +230,7 @@ def loss_rows(runs: Runs) -> list[list[str]]:
         by_seed = changes(runs, name)
         row = [name, str(len(own)), str(len({run["seed"] for run in own})), loss]
         values = [value for seed in by_seed.values() for value in seed]
-        if name == BASELINE or not values:
+        if name == baseline(runs) or not values:
             found.append(row + ["-"] * (len(LOSS_HEADER) - len(row)))
             continue
         beyond = sum(value > TAIL_PERCENT for value in values)
@@ -238,7 +242,7 @@ def loss_rows(runs: Runs) -> list[list[str]]:
 
 def loss_details(runs: Runs) -> str:
     """Lay out the losses of other weights, the curves of training losses, and every pair."""
-    compared = [name for name in runs if name != BASELINE and changes(runs, name)]
+    compared = [name for name in runs if name != baseline(runs) and changes(runs, name)]
     seeds = sorted({run["seed"] for own in runs.values() for run in own})
     steps = [step for step, _ in runs[compared[0]][0]["curve"]] if compared else []
     weights, windows, pairs = [], [], []

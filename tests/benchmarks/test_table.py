@@ -65,6 +65,9 @@ def test_runs_of_one_seed_count_once(table: ModuleType) -> None:
     row = dict(zip(table.LOSS_HEADER, table.loss_rows(found)[-1], strict=True))
     assert (row["runs"], row["seeds"], row["beyond 0.3%"]) == ("6", "3", "1 of 6")
     assert (row["median"], row["worst"]) == ("+0.150%", "+0.400%")
+    without = {"muon": runs(0.0, 0.0), "muon8": runs(0.1, 0.3)}  # compared with the first
+    rows = [dict(zip(table.LOSS_HEADER, row, strict=True)) for row in table.loss_rows(without)]
+    assert [row["against full precision"] for row in rows] == ["-", "+0.200%"]
 
 
 @pytest.mark.parametrize("name", ["step_time", "activation_memory", "offload_timeline"])
