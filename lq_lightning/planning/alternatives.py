@@ -39,22 +39,24 @@ _MARGIN = 1.05  # of sums of gains: what is too large by less is simulated all t
 _PAIRS = 12
 
 
-def number_of_equal_layers(module: nn.Module) -> int:
-    """Return the number of layers of a model; 0 if it has no single list of them, or they differ.
+def layers_of(module: nn.Module) -> list[str]:
+    """Outline each layer of a model: classes of modules, shapes of parameters, what is trained.
 
-    Layers are equal if their modules are of the same classes, with parameters of the same shapes.
+    Empty without a single list of layers.
     """
     try:
         names = find_layer_stack(module).layers
     except (ValueError, NotImplementedError):
-        return 0
-    known = {_outline(module.get_submodule(name)) for name in names}
-    return len(names) if len(known) == 1 else 0
+        return []
+    return [_outline(module.get_submodule(name)) for name in names]
 
 
 def _outline(layer: nn.Module) -> str:
     modules = [f"{name}:{type(each).__qualname__}" for name, each in layer.named_modules()]
-    tensors = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in layer.named_parameters()]
+    tensors = [
+        f"{name}:{tuple(each.shape)}:{each.dtype}:{each.requires_grad}"
+        for name, each in layer.named_parameters()
+    ]
     return ";".join([*modules, *tensors])
 
 

@@ -38,9 +38,8 @@ _NOT_SHARED = (
 class Model:
     """What a model lets one choose.
 
-    ``layers`` are the equal ones in its list: 0 if it has no list, or layers differ. It can
-    checkpoint by ``gradient_checkpointing_enable()``, and cut layers by a plan for tensor
-    parallelism.
+    ``layers`` are those of its list: 0 if it has no single one. It can checkpoint by
+    ``gradient_checkpointing_enable()``, and cut layers by a plan for tensor parallelism.
     """
 
     layers: int = 0

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lq_lightning.callbacks import StageBitCompensation
 from lq_lightning.callbacks.model_setup import AfterConfigureModel
 from lq_lightning.foundation.nested import from_plain
 from lq_lightning.pipeline.schedules import Program as Orders
@@ -21,7 +22,7 @@ from lq_lightning.planning.alternatives import (
     Choice,
     Outcome,
     Search,
-    number_of_equal_layers,
+    layers_of,
 )
 from lq_lightning.planning.changes import Model
 from lq_lightning.planning.config import (
@@ -47,7 +48,7 @@ from lq_lightning.planning.timing import StepTime, expected_seconds, step_time
 from lq_lightning.planning.trace import Collective, Operator, Trace
 from lq_lightning.strategies.quantized_pipeline import PipelineLayout
 
-_MOST_STAGES = 4  # more are represented by the first, the middle and the last
+_MOST_STAGES = 4  # of more that are alike, the first, the middle and the last are simulated
 _DEFAULT_GPUS = 8
 _SHOWN, _REMEDIES = 6, 3
 _SEARCH_S = 120.0  # of this process, for what else would work
@@ -70,7 +71,7 @@ class Plan:
         name: The run.
         machine: Where it runs.
         layout: How ranks share it.
-        memory: Peak of a rank of each stage; of the first, middle and last of more than four.
+        memory: Peak of a rank of each stage, or of the first, one of those between, and the last.
         step: Time of an optimizer step, and bytes that a node sends in it.
         microbatches: Forward passes of a step and rank.
         tokens_per_step: Tokens, or samples of a model without any, of all ranks.
@@ -223,6 +224,9 @@ def plan_run(
     notes = of_host_memory(simulated.traces, place.gpus_per_node)
     if simulated.options.learned_bits:
         notes += ("`AdaptiveBits` is planned with the bits that it starts with.",)
+    if len(simulated.places) < simulated.layout.pipeline:
+        others = f"1 to {simulated.layout.pipeline - 2}"
+        notes += (f"Ranks {others} of the pipeline are planned as rank {simulated.places[1]} is.",)
     result = Plan(
         name=run.name,
         machine=place,
@@ -361,6 +365,7 @@ class _Observer(Callback):
         self.pipeline: PipelineLayout | None = None
         self.replicas = 1
         self.model = Model()
+        self.alike = True  # stages between the first and the last, as far as it is known
 
     def see(self, run: UserRun) -> None:
         """Look at a run that has not begun."""
@@ -368,17 +373,25 @@ class _Observer(Callback):
         AfterConfigureModel(run[1], self._see_model)
 
     def _see_model(self, module: LightningModule) -> None:
-        plans = ("tensor_parallel_plan", "base_model_tp_plan")
+        plans, layers = ("tensor_parallel_plan", "base_model_tp_plan"), layers_of(module)
+        self.alike &= len(set(layers)) == 1
         parts = [part for m in module.modules() for part in (m, getattr(m, "config", None))]
         self.model = Model(
-            layers=number_of_equal_layers(module),
+            layers=len(layers),
             can_checkpoint=checkpointing_of(module) is not None,
             can_cut_layers=any(getattr(part, name, None) for part in parts for name in plans),
         )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.pipeline = getattr(trainer.strategy, "pipeline", None)
+        self.pipeline = line = getattr(trainer.strategy, "pipeline", None)
+        if line is not None:
+            size, count = line.pipeline_size, len(line.numels)
+            held = [stages_of_rank(line.schedule, each, count, size) for each in range(1, size - 1)]
+            middle = {tuple(line.numels[stage] for stage in stages) for stages in held}
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            bits_differ = any(isinstance(each, StageBitCompensation) for each in callbacks)
+            self.alike &= len(middle) <= 1 and not bits_differ
         shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         self.replicas = int(shares.get("num_replicas", 1))
 
@@ -398,6 +411,9 @@ class Simulations:
     def __call__(self, options: RunOptions | None = None) -> Simulation:
         """Simulate one rank of each stage, or of the first, the middle and the last of many.
 
+        The middle stands for all others only where their layers and numbers of parameters are
+        equal and no ``StageBitCompensation`` gives them other bits.
+
         Args:
             options: In place of the user's.
 
@@ -410,7 +426,8 @@ class Simulations:
         traces = [self._trace(run, observer, 0)]
         pipeline, world_size = observer.pipeline, self.machine.world_size
         size = 1 if pipeline is None else pipeline.pipeline_size
-        places = tuple(range(size)) if size <= _MOST_STAGES else (0, size // 2, size - 1)
+        some = size > _MOST_STAGES and observer.alike
+        places = (0, size // 2, size - 1) if some else tuple(range(size))
         ranks = tuple(place * (world_size // size) for place in places)
         options, model, replicas = observer.options, observer.model, observer.replicas
         traces += [self._trace(run, observer, rank, traces[0]) for rank in ranks[1:]]

@@ -78,6 +78,7 @@ class PipelineLayout:
         num_microbatches: The most that a training batch is cut into.
         rank: Place of this rank in its pipeline, from 0 on.
         stages: Indices of its stages.
+        numels: Parameters of every stage; shared ones are counted in each.
         kept_nbytes: Bytes that a micro-batch keeps before, and between, halves of backward passes.
     """
 
@@ -87,6 +88,7 @@ class PipelineLayout:
     stages_per_rank: int
     rank: int
     stages: tuple[int, ...]
+    numels: tuple[int, ...]
     kept_nbytes: tuple[int, int]
 
 
@@ -218,6 +220,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             stages_per_rank=options.stages_per_rank,
             rank=self._ranks.rank,
             stages=stages_of_rank(options.schedule, self._ranks.rank, num_stages, size),
+            numels=() if self._cut is None else self._cut.numels,
             kept_nbytes=(0, 0) if self._run is None else self._run.engine.kept_nbytes,
         )
 

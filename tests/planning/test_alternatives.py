@@ -17,7 +17,7 @@ from lq_lightning.planning.alternatives import (
     Choice,
     Outcome,
     Search,
-    number_of_equal_layers,
+    layers_of,
 )
 from lq_lightning.planning.changes import (
     FASTEST_FIRST,
@@ -299,13 +299,15 @@ class Stack(LightningModule):
         self.layers = layers
 
 
-def test_equal_layers_are_counted() -> None:
+def test_equal_layers_have_equal_outlines() -> None:
     blocks = [Block() for _ in range(5)]
     named = {f"b{index}": block for index, block in enumerate(blocks)}
     for layers in (nn.ModuleList(blocks), nn.Sequential(*blocks), nn.ModuleDict(named)):
-        assert number_of_equal_layers(Stack(layers)) == 5
-    assert number_of_equal_layers(Stack(nn.ModuleList([Block(), Block(5)]))) == 0
-    assert number_of_equal_layers(Stack(nn.Linear(2, 2))) == 0
+        outlines = layers_of(Stack(layers))
+        assert (len(outlines), len(set(outlines))) == (5, 1)
+    others = [Block(), Block(5), Block().requires_grad_(False)]
+    assert len(set(layers_of(Stack(nn.ModuleList(others))))) == 3
+    assert layers_of(Stack(nn.Linear(2, 2))) == []
 
 
 # --- what fits ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     QuantizedPipelineStrategy,
     QuantizedPrecision,
+    StageBitCompensation,
 )
 from lq_lightning.planning import plan as planning
 from lq_lightning.planning.config import python_program
@@ -130,11 +131,21 @@ def test_the_fullest_machine_decides_between_fitting_surely_and_perhaps(small: P
     assert "It may just fit" in str(plan)
 
 
-def _pipeline(size: int) -> Any:
+def _pipeline(size: int, layers: int = 6, wide: int | None = None, **options: Any) -> Any:
+    def net() -> Net:
+        found = Net(layers=layers)
+        if wide is not None:
+            found.layers[wide] = nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 64))
+        return found
+
     strategy = QuantizedPipelineStrategy(
-        pipeline_size=size, num_microbatches=size, forward_codec="none", backward_codec="none"
+        pipeline_size=size,
+        num_microbatches=size,
+        forward_codec="none",
+        backward_codec="none",
+        split=options.pop("split", "parameters"),
     )
-    run = python_program(lambda: Net(layers=size), {"strategy": strategy})
+    run = python_program(net, {"strategy": strategy, **options})
     machine = make_machine("H100", nodes=size, gpus_per_node=1, network="1gbit")
     batch = torch.zeros(size, 4, dtype=torch.int64)
     return Simulations(run=run, batch=batch, origin="here", machine=machine)(), machine
@@ -151,6 +162,17 @@ def test_ranks_in_the_middle_of_a_pipeline_are_alike() -> None:
     stages = {e.action[1] for e in events if isinstance(e, Operator) and e.action}
     assert stages == {4}
     assert len(simulated.memory(machine)) == 3
+
+
+def test_ranks_in_the_middle_that_differ_are_simulated() -> None:
+    simulated, machine = _pipeline(6, wide=4, split=[1] * 6)
+    assert [trace.rank for trace in simulated.traces] == [*range(6)]
+    peaks = [peak.device_nbytes for peak in simulated.memory(machine)]
+    wide = 2 * 64 * 8192  # weights, with gradients and two moments in fp32
+    assert peaks[4] - max(peaks[:4] + peaks[5:]) > 16 * wide
+    assert len(_pipeline(5, 7, split=[1, 1, 3, 1, 1])[0].traces) == 5
+    kept = [ActivationQuantization("agoq"), StageBitCompensation()]
+    assert len(_pipeline(5, 5, callbacks=kept)[0].traces) == 5
 
 
 def test_other_options_are_simulated_in_place_of_the_users(
