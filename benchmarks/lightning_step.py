@@ -26,7 +26,7 @@ gradients, and reports the loss as means over a twentieth of the steps::
 
     torchrun --nproc-per-node 4 benchmarks/lightning_step.py --llama --pipeline 4 --layers 32 \\
         --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 32000 --seq 4096 \\
-        --variants 1f1b,1f1b-checkpoint,1f1b-A,zero-bubble,zero-bubble-A
+        --variants 1f1b,1f1b-checkpoint,1f1b-A,zero-bubble
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ SETUPS = {
     "1f1b-checkpoint": Setup(states="dynamic8", checkpointing=True),
     "1f1b-A": Setup(states="dynamic8", recipe="agoq"),
     "zero-bubble": Setup(states="dynamic8", schedule="zero_bubble"),
-    "zero-bubble-A": Setup(states="dynamic8", schedule="zero_bubble", recipe="agoq"),
 }
 
 

@@ -97,10 +97,6 @@ class _RecipeAdaptation:
         if {key: state.get(key) for key in self._origin} == self._origin:
             self._bits = dict(state["bits"])
 
-    def widen(self, handle: QuantizedActivations) -> None:
-        """Apply the choice, if there is one, to sites with other codes than it was made for."""
-        widen(handle.sites, self._bits or {})
-
     def prepare(self, handle: QuantizedActivations, strategy: Strategy) -> None:
         """Apply the choice of a checkpoint, or get ready to measure a batch.
 
@@ -109,7 +105,7 @@ class _RecipeAdaptation:
         if not self._max_error or not any(map(is_adaptable, handle.sites)):
             return
         if self._bits is not None:
-            self.widen(handle)
+            widen(handle.sites, self._bits)
             self._allow_variants()
             self._tell(f"more bits at {len(self._bits)} sites, as the checkpoint says.")
         elif getattr(strategy, "pipeline", None) is not None:
@@ -249,7 +245,7 @@ class ActivationQuantization(Callback):
     def compensate(self, at_most: int, bits: int) -> None:
         """Use other widths of integer codes in this ``fit``; see ``StageBitCompensation``.
 
-        To be called while callbacks are set up, in any order, or between batches.
+        To be called while callbacks are set up, in any order.
 
         Args:
             at_most: Codes of so many bits or fewer are changed.
@@ -265,9 +261,6 @@ class ActivationQuantization(Callback):
             )
         self._policy.with_bits(at_most, bits)
         self._bits = (at_most, bits)
-        if self.handle is not None:
-            self.handle.apply(self._compensated())
-            self._adaptation.widen(self.handle)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -180,21 +180,6 @@ class PipelineEngine:
         self._agreed = 0
         self.failed: str | None = None
 
-    @property
-    def kept_nbytes(self) -> tuple[int, int]:
-        """Bytes that a micro-batch keeps before, and between, the halves of its backward pass.
-
-        Summed over this rank's stages with split backward passes, for the first micro-batch since
-        ``count_again``.
-        """
-        counts = [stage.kept_nbytes or (0, 0) for stage in self._stages.values()]
-        return sum(whole for whole, _ in counts), sum(half for _, half in counts)
-
-    def count_again(self) -> None:
-        """Measure ``kept_nbytes`` in the next micro-batch."""
-        for stage in self._stages.values():
-            stage.kept_nbytes = None
-
     def agree(
         self,
         batch: object,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lq_lightning._compat.saved_tensors import has_storage, storage_key
 from lq_lightning.foundation.groups import shared_split
 
 from .message import BoundaryCodec, BoundaryMeta, Message
@@ -228,7 +227,6 @@ class _Kept:
     # the output is freed as soon as it is sent, unless the graph itself keeps it.
     output: GradientEdge | None
     saved: SavedTensors | None  # of nodes, if the backward pass is split
-    nbytes: int | None  # size of ``saved``, if it is counted
 
 
 class Stage:
@@ -237,11 +235,6 @@ class Stage:
     ``module(hidden)`` (on stage 0 ``module()``) returns the hidden state, and on the last stage a
     scalar loss in training, anything in evaluation; ``module.index`` is set to the micro-batch
     before. Its ``parameters()`` belong to this stage.
-
-    Attributes:
-        kept_nbytes: bytes kept by the first micro-batch whose backward pass was split, before it
-            and between its halves, without weights and autocast's copies of them. None before
-            there was one; set it to None to count again.
     """
 
     def __init__(self, module: nn.Module, index: int, num_stages: int) -> None:
@@ -249,7 +242,6 @@ class Stage:
         self.index = index
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self.kept_nbytes: tuple[int, int] | None = None
         self._kept: dict[int, _Kept] = {}
         self._halves: dict[int, SplitBackward] = {}
 
@@ -275,8 +267,7 @@ class Stage:
         received = None
         if hidden is not None:
             hidden, received = receive(hidden)
-        counted = split and self.kept_nbytes is None
-        saved = SavedTensors(counted) if split else None
+        saved = SavedTensors() if split else None
         with nullcontext() if saved is None else saved.recorded():
             output = self._run(microbatch, hidden)
         if self.is_last:
@@ -289,8 +280,7 @@ class Stage:
         else:
             self._check_hidden(output, boundary)
         edge = get_gradient_edge(output) if output.requires_grad else None
-        nbytes = self._nbytes(saved.kept()) if counted and saved is not None else None
-        self._kept[microbatch] = _Kept(received, edge, saved, nbytes)
+        self._kept[microbatch] = _Kept(received, edge, saved)
         result: Tensor = output.detach()
         return result
 
@@ -314,8 +304,6 @@ class Stage:
             half = SplitBackward(kept.output, kept.received, weights, kept.saved)
             half.backward_input(gradient)
             self._halves[microbatch] = half
-            if kept.nbytes is not None and kept.saved is not None:
-                self.kept_nbytes = (kept.nbytes, self._nbytes(kept.saved.kept() + half.kept()))
         return kept.received.take_gradient()
 
     def backward_weight(self, microbatch: int) -> None:
@@ -328,12 +316,6 @@ class Stage:
         """Drop all micro-batches, after an error."""
         self._kept.clear()
         self._halves.clear()
-
-    def _nbytes(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of storages, each once, without weights."""
-        weights = {storage_key(p) for p in self.module.parameters() if has_storage(p)}
-        found = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
-        return sum(nbytes for key, nbytes in found.items() if key not in weights)
 
     def _check_hidden(self, hidden: object, boundary: BoundaryMeta) -> None:
         wanted = (tuple(boundary.shape), boundary.dtype)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple, cast, get_args
 
 from lq_lightning._compat.torch import TorchSchedule, schedule_actions
@@ -274,70 +275,34 @@ def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
 # --- micro-batches in flight --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """Micro-batches of a stage that a rank keeps at its peaks.
-
-    Between the halves of a split backward pass a micro-batch keeps fewer activations, but also the
-    gradients that have arrived at weights. ``peaks`` are pairs of micro-batches before their
-    backward pass, and between its two halves, at one time; no other pair exceeds them.
-    """
-
-    peaks: tuple[tuple[int, int], ...]
-
-    @property
-    def whole(self) -> int:
-        """Most micro-batches before their backward pass."""
-        return max(whole for whole, _ in self.peaks)
-
-    @property
-    def halves(self) -> int:
-        """Most micro-batches between the two halves of their backward pass."""
-        return max(half for _, half in self.peaks)
-
-    def peak(self, half_size: float) -> float:
-        """Return the peak in micro-batches, if one between two halves counts ``half_size``."""
-        return max(whole + half_size * half for whole, half in self.peaks)
-
-    def __str__(self) -> str:
-        """Return one number, or both."""
-        return f"{self.whole} ({self.halves} between halves)" if self.halves else str(self.whole)
-
-
 def in_flight(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
-) -> tuple[InFlight, ...]:
-    """Count by rank the micro-batches that a schedule keeps; errors as ``check_schedule``.
+) -> tuple[int, ...]:
+    """Count by rank the most micro-batches that a schedule keeps; errors as ``check_schedule``.
 
-    Interleaved 1F1B with 4 ranks, 2 stages each and enough micro-batches keeps 11, 9, 7 and 5.
+    With split backward passes those before their first half count. Interleaved 1F1B with 4 ranks,
+    2 stages each and enough micro-batches keeps 11, 9, 7 and 5.
     """
     program = training_program(schedule, pipeline_size, num_microbatches, stages_per_rank)
     ranks = []
     for order in program.orders:
-        whole = half = 0
-        pairs = set()
-        for action in order:
-            whole += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
-            half += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
-            pairs.add((whole, half))
-        exceeded = {p for p in pairs for q in pairs if p != q and q[0] >= p[0] and q[1] >= p[1]}
-        ranks.append(InFlight(tuple(sorted(pairs - exceeded))))
+        changes = ({"F": 1, "B": -1, "I": -1, "W": 0}[action.kind] for action in order)
+        ranks.append(max(accumulate(changes)))
     return tuple(ranks)
 
 
 def compensated_bits(
-    counts: Sequence[InFlight] | Sequence[int],
+    counts: Sequence[int],
     bits: int = 4,
     rounding: Literal["floor", "nearest"] = "floor",
     cap: int = 8,
-    half_size: float = 1.0,
 ) -> tuple[int, ...]:
     """Return bits per rank that use the memory left by ranks with fewer micro-batches in flight.
 
     Rank ``i`` gets ``bits * N_1 / N_i``, where ``N_1`` is the largest count (DBCA-PP; AGoQ,
-    equation 22; its equation 21 for ``N_i`` counts the ranks from the other end). With split
-    backward passes the counts are ``InFlight.peak``. So with ``"floor"`` no rank's peak exceeds
-    the largest at ``bits``. Counts 11, 9, 7, 5 give 4, 4, 6, 8 bits.
+    equation 22; its equation 21 for ``N_i`` counts the ranks from the other end). So with
+    ``"floor"`` no rank's peak exceeds the largest at ``bits``. Counts 11, 9, 7, 5 give 4, 4, 6, 8
+    bits.
 
     ``counts`` are results of ``in_flight``, or numbers of micro-batches, by rank; ``bits`` and
     ``cap`` are 2 to 8. All else is as in ``StageBitCompensation``.
@@ -347,13 +312,9 @@ def compensated_bits(
     check_choice("StageBitCompensation", "rounding", rounding, ("floor", "nearest"))
     if cap < bits:
         raise ValueError(f"`cap={cap}` is below `bits={bits}`: set `cap={bits}` or more.")
-    if not 0 <= half_size < math.inf:
-        raise ValueError(f"`half_size={half_size}` is no quotient of bytes: give 0 or more.")
-    ranks = [c if isinstance(c, InFlight) else InFlight(((c, 0),)) for c in counts]
-    peaks = [rank.peak(half_size) for rank in ranks]
     result = []
-    for peak in peaks:
-        exact = bits * max(peaks) / peak + 1e-9  # integers stay integers
+    for count in counts:
+        exact = bits * max(counts) / count + 1e-9  # integers stay integers
         rounded = math.floor(exact if rounding == "floor" else exact + 0.5)
         result.append(min(rounded, cap))
     return tuple(result)

@@ -29,7 +29,6 @@ from lq_lightning._compat.saved_tensors import (
     is_owned_by_graph,
     version_of,
 )
-from lq_lightning.foundation.parameters import is_copy_of_parameter
 
 from .schedules import SPLIT_SCHEDULES
 
@@ -139,18 +138,15 @@ class _Region:
     Checkpointing by itself does so in each backward pass that reads something of the region.
     """
 
-    def __init__(self, hooks: Hooks, counted: list[ref[_Saved]] | None) -> None:
+    def __init__(self, hooks: Hooks) -> None:
         self._pack, self._unpack = hooks
         self._saved: list[ref[_Saved]] = []
-        self._counted = counted
         self.is_computed = False
 
     def pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(None, self)
         saved.held = self._pack(tensor)
         self._saved.append(ref(saved))
-        if self._counted is not None and not is_copy_of_parameter(tensor):
-            self._counted.append(ref(saved))
         return saved
 
     def compute(self) -> None:
@@ -175,14 +171,12 @@ class SavedTensors:
     reads stay until then; the rest is freed before the next region is recomputed, so there is never
     more than one whole region.
 
-    Code with saved-tensor hooks of its own keeps its tensors itself. ``counted`` says that ``kept``
-    will be called.
+    Code with saved-tensor hooks of its own keeps its tensors itself.
     """
 
     # Nothing here may own tensors of nodes: nodes own these hooks, and so would live forever.
 
-    def __init__(self, counted: bool = False) -> None:
-        self._counted: list[ref[_Saved]] | None = [] if counted else None
+    def __init__(self) -> None:
         self._read: list[_Saved] = []
         self._keeping = False
         self._freeing = False
@@ -193,14 +187,6 @@ class SavedTensors:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with hooks, around_checkpoints(self._around):
             yield
-
-    def kept(self) -> list[Tensor]:
-        """Return the tensors that nodes keep now, in checkpointed regions the recomputed ones.
-
-        Weights are among them, but no copies of weights in another dtype or layout.
-        """
-        saved = (each() for each in self._counted or ())
-        return [each.tensor for each in saved if each is not None and each.tensor is not None]
 
     @contextmanager
     def first_half(self, reads_once: bool) -> Iterator[None]:
@@ -227,14 +213,10 @@ class SavedTensors:
         self._read.clear()
 
     def _around(self, hooks: Hooks) -> Hooks:
-        return _Region(hooks, self._counted).pack, self._unpack
+        return _Region(hooks).pack, self._unpack
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
-        # Autocast's copies of weights are shared by micro-batches, as weights are.
-        if self._counted is not None and not is_copy_of_parameter(tensor):
-            self._counted.append(ref(saved))
-        return saved
+        return _Saved(tensor)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.region is not None and not saved.region.is_computed:
@@ -315,11 +297,6 @@ class SplitBackward:
         self._received.arrive(result)
         # The path from the output to the first of the nodes is not needed again.
         self._output = self._saved = None
-
-    def kept(self) -> list[Tensor]:
-        """Return the gradients that wait for ``backward_weight``."""
-        arrived = (each for point in self._cut_points for each in point.gradients.values())
-        return [gradient for each in arrived for gradient in each if gradient is not None]
 
     def backward_weight(self) -> None:
         """Add to the gradients of the weights; nothing is kept after."""

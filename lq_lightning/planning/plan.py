@@ -356,6 +356,13 @@ class Simulation:
         return replace(self.traces[1], events=[move(event) for event in self.traces[1].events])
 
 
+def equal_between_ends(line: PipelineLayout) -> bool:
+    """Whether all ranks but the first and the last have stages with as many parameters."""
+    size, stages = line.pipeline_size, len(line.numels)
+    ranks = [stages_of_rank(line.schedule, rank, stages, size) for rank in range(1, size - 1)]
+    return len({tuple(line.numels[stage] for stage in held) for held in ranks}) <= 1
+
+
 class _Observer(Callback):
     """Notes what is known of a run between its start and its end."""
 
@@ -386,12 +393,9 @@ class _Observer(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.pipeline = line = getattr(trainer.strategy, "pipeline", None)
         if line is not None:
-            size, count = line.pipeline_size, len(line.numels)
-            held = [stages_of_rank(line.schedule, each, count, size) for each in range(1, size - 1)]
-            middle = {tuple(line.numels[stage] for stage in stages) for stages in held}
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
             bits_differ = any(isinstance(each, StageBitCompensation) for each in callbacks)
-            self.alike &= len(middle) <= 1 and not bits_differ
+            self.alike &= equal_between_ends(line) and not bits_differ
         shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         self.replicas = int(shares.get("num_replicas", 1))
 

@@ -79,7 +79,6 @@ class PipelineLayout:
         rank: Place of this rank in its pipeline, from 0 on.
         stages: Indices of its stages.
         numels: Parameters of every stage; shared ones are counted in each.
-        kept_nbytes: Bytes that a micro-batch keeps before, and between, halves of backward passes.
     """
 
     schedule: str
@@ -89,7 +88,6 @@ class PipelineLayout:
     rank: int
     stages: tuple[int, ...]
     numels: tuple[int, ...]
-    kept_nbytes: tuple[int, int]
 
 
 class QuantizedPipelineStrategy(FullyShardedStrategy):
@@ -221,7 +219,6 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             rank=self._ranks.rank,
             stages=stages_of_rank(options.schedule, self._ranks.rank, num_stages, size),
             numels=() if self._cut is None else self._cut.numels,
-            kept_nbytes=(0, 0) if self._run is None else self._run.engine.kept_nbytes,
         )
 
     @property
@@ -348,7 +345,6 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         self, module: LightningModule, record: CutModule, ranks: PipelineRanks
     ) -> PipelineRun:
         if self._run is not None and self._run.module is module:
-            self._run.engine.count_again()
             return self._run
         if self._run is not None:
             self.parts.remove(self._run)

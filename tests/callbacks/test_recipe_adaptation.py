@@ -142,23 +142,6 @@ def test_a_resumed_run_goes_on_with_the_choice(tmp_path: Path, said: list[str]) 
     assert not changed(other.batches[1])  # another bound: measured anew
 
 
-class Compensates(pl.Callback):
-    """As ``StageBitCompensation``, when it has measured."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, out: Any, *batch: Any) -> None:
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[0].compensate(4, 4 + batch[1])
-
-
-def test_other_widths_leave_the_choice_where_it_is_wider(tmp_path: Path) -> None:
-    widths, _, _ = fit(tmp_path, Module(), callbacks=[Compensates()])
-    chosen = widths.batches[1].pop("net.blocks.1.mlp")
-    assert chosen == 6
-    for batch, bits in ((1, 4), (2, 5), (3, 6)):
-        assert widths.batches[batch].pop("net.blocks.1.mlp", chosen) == chosen
-        assert set(widths.batches[batch].values()) == {bits}
-
-
 class Overflows(Module):
     """As with a gradient scaler, which skips the step, until its scale is small enough."""
 

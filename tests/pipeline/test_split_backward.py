@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from lq_testing import pipeline_toys
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import (
 )
 
 from lq_lightning.activations import quantize_activations
-from lq_lightning.pipeline.execution import Stage
 from lq_lightning.pipeline.split_backward import (
     Received,
     SavedTensors,
@@ -381,55 +379,3 @@ def test_compiled_modules_are_refused() -> None:
     for schedule in ("zero_bubble", "zbv"):
         with pytest.raises(NotImplementedError, match=r"`1` is compiled"):
             check_not_compiled(schedule, model)
-
-
-class Counted(nn.Module):
-    """Two linear layers around a function, on an input of ``NBYTES`` bytes, as one stage."""
-
-    NBYTES = 3 * 6 * 4
-    index = 0
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form = form
-        self.a = nn.Linear(6, 6).requires_grad_(form != "frozen a")
-        self.b = nn.Linear(6, 6).requires_grad_(form != "frozen b")
-
-    def compute(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled="mixed" in self.form):
-            if "checkpointed" in self.form:
-                x = checkpoint(self.compute, x, use_reentrant=False)
-            else:
-                x = self.compute(x)
-        return x.float()
-
-
-@pytest.mark.parametrize(
-    ("form", "before", "between"),
-    [
-        # Both linear layers' inputs, of which tanh keeps the second, too; then with them the
-        # gradients of both outputs.
-        ("plain", 2, 4),
-        ("frozen a", 1, 2),
-        ("frozen b", 2, 2),
-        ("checkpointed", 1, 4),  # its input; then what was computed again
-        ("mixed", 1, 2),  # as plain; but not the weights' casts, which micro-batches share
-        ("mixed checkpointed", 1, 3),  # and its input in fp32
-    ],
-)
-def test_bytes_kept_before_and_between_halves(form: str, before: int, between: int) -> None:
-    stage = Stage(Counted(form), 1, 3)
-    boundary = pipeline_toys.Boundary((3, 6))
-    for _ in range(2):
-        for microbatch in range(2):
-            stage.forward(microbatch, torch.randn(3, 6), boundary, split=True)
-        assert stage.kept_nbytes is None
-        for microbatch in range(2):
-            stage.backward_input(microbatch, torch.randn(3, 6))
-            nbytes = Counted.NBYTES
-            assert stage.kept_nbytes == (before * nbytes, between * nbytes)
-            stage.backward_weight(microbatch)
-        stage.kept_nbytes = None

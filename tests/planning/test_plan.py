@@ -26,9 +26,10 @@ from lq_lightning.planning import plan as planning
 from lq_lightning.planning.config import python_program
 from lq_lightning.planning.machine import make_machine
 from lq_lightning.planning.memory import KINDS
-from lq_lightning.planning.plan import Choice, Plan, Simulations
+from lq_lightning.planning.plan import Choice, Plan, Simulations, equal_between_ends
 from lq_lightning.planning.prices import price
 from lq_lightning.planning.trace import Operator
+from lq_lightning.strategies.quantized_pipeline import PipelineLayout
 
 
 class Block(nn.Module):
@@ -131,9 +132,9 @@ def test_the_fullest_machine_decides_between_fitting_surely_and_perhaps(small: P
     assert "It may just fit" in str(plan)
 
 
-def _pipeline(size: int, layers: int = 6, wide: int | None = None, **options: Any) -> Any:
+def _pipeline(size: int, wide: int | None = None, **options: Any) -> Any:
     def net() -> Net:
-        found = Net(layers=layers)
+        found = Net(layers=size)
         if wide is not None:
             found.layers[wide] = nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 64))
         return found
@@ -143,7 +144,7 @@ def _pipeline(size: int, layers: int = 6, wide: int | None = None, **options: An
         num_microbatches=size,
         forward_codec="none",
         backward_codec="none",
-        split=options.pop("split", "parameters"),
+        split=[1] * size,
     )
     run = python_program(net, {"strategy": strategy, **options})
     machine = make_machine("H100", nodes=size, gpus_per_node=1, network="1gbit")
@@ -165,14 +166,37 @@ def test_ranks_in_the_middle_of_a_pipeline_are_alike() -> None:
 
 
 def test_ranks_in_the_middle_that_differ_are_simulated() -> None:
-    simulated, machine = _pipeline(6, wide=4, split=[1] * 6)
-    assert [trace.rank for trace in simulated.traces] == [*range(6)]
+    simulated, machine = _pipeline(5, wide=3)
+    assert [trace.rank for trace in simulated.traces] == [*range(5)]
     peaks = [peak.device_nbytes for peak in simulated.memory(machine)]
     wide = 2 * 64 * 8192  # weights, with gradients and two moments in fp32
-    assert peaks[4] - max(peaks[:4] + peaks[5:]) > 16 * wide
-    assert len(_pipeline(5, 7, split=[1, 1, 3, 1, 1])[0].traces) == 5
+    assert peaks[3] - max(peaks[:3] + peaks[4:]) > 16 * wide
     kept = [ActivationQuantization("agoq"), StageBitCompensation()]
-    assert len(_pipeline(5, 5, callbacks=kept)[0].traces) == 5
+    assert len(_pipeline(5, callbacks=kept)[0].traces) == 5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "numels", "equal"),
+    [
+        ("1f1b", (9, 2, 2, 2, 7), True),
+        ("1f1b", (9, 2, 4, 2, 7), False),
+        ("interleaved_1f1b", (9, 2, 2, 2, 2, 3, 3, 3, 3, 7), True),  # two stages a rank
+        ("interleaved_1f1b", (9, 2, 2, 2, 2, 3, 3, 4, 3, 7), False),
+    ],
+)
+def test_stages_between_the_ends_are_compared(
+    schedule: str, numels: tuple[int, ...], equal: bool
+) -> None:
+    line = PipelineLayout(
+        schedule=schedule,
+        pipeline_size=5,
+        num_microbatches=10,
+        stages_per_rank=len(numels) // 5,
+        rank=0,
+        stages=(0,),
+        numels=numels,
+    )
+    assert equal_between_ends(line) == equal
 
 
 def test_other_options_are_simulated_in_place_of_the_users(
