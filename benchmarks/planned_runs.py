@@ -41,16 +41,10 @@ SHAPES = {
     "GPT-125M": Shape(family="gpt", layers=12, hidden=768, heads=12, vocab=50304),
     "GPT-1.3B": Shape(family="gpt", layers=24, hidden=2048, heads=16, vocab=50304),
     "GPT-2.7B": Shape(family="gpt", layers=32, hidden=2560, heads=32, vocab=50304),
-    "GPT-6.7B": Shape(family="gpt", layers=32, hidden=4096, heads=32, vocab=50304),
-    "GPT-13B": Shape(family="gpt", layers=40, hidden=5120, heads=40, vocab=50304),
-    "GPT-18B": Shape(family="gpt", layers=40, hidden=6144, heads=48, vocab=50304),
     "Llama-1B": Shape(
         layers=16, hidden=2048, heads=32, wide=8192, groups=8, vocab=128256, tied=True
     ),
-    "Llama-2-7B": Shape(layers=32, hidden=4096, heads=32, wide=11008, groups=32, vocab=32000),
     "Llama-3-8B": Shape(layers=32, hidden=4096, heads=32, wide=14336, groups=8, vocab=128256),
-    "Llama-2-13B": Shape(layers=40, hidden=5120, heads=40, wide=13824, groups=40, vocab=32000),
-    "Llama-30B": Shape(layers=60, hidden=6656, heads=52, wide=17920, groups=52, vocab=32000),
 }
 
 
@@ -75,7 +69,6 @@ class Run:
         sums: Code of gradient sums.
         recipe: Recipe of saved activations; None keeps them.
         compile: Whether units are compiled.
-        recomputed: Layers of each stage that are computed again in backward.
     """
 
     model: str
@@ -94,19 +87,12 @@ class Run:
     sums: str = "none"
     recipe: str | None = None
     compile: bool = False
-    recomputed: int = 0
 
     @property
     def shape(self) -> Shape:
         """Sizes of the model."""
         shape = SHAPES[self.model]
         return replace(shape, layers=self.layers or shape.layers)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step of all ranks."""
-        copies = self.gpus // (self.stages * self.tensor_parallel)
-        return self.seq * self.batch * self.microbatches * copies
 
     def module(self) -> LightningModule:
         """Return the module, whose model comes with `configure_model`."""
@@ -222,13 +208,7 @@ def make_model(run: Run) -> Any:
         max_position_embeddings=run.seq,
         tie_word_embeddings=shape.tied,
     )
-    model = LlamaForCausalLM(config).train()
-    if run.recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for number, layer in enumerate(model.model.layers):
-            own = number % (shape.layers // run.stages)
-            layer.gradient_checkpointing = own < run.recomputed
-    return model
+    return LlamaForCausalLM(config).train()
 
 
 def tiny(run: Run) -> Run:

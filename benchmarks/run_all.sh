@@ -14,7 +14,7 @@ usage: run_all.sh [-o FOLDER] [PART...] [-- OPTIONS]
              two GPUs, with tensor parallelism:  memory (saved activations, states, sums), recipes,
              layouts, trainer, reductions (two emulated nodes, whose ranks share the GPUs: start
              CUDA's MPS before), errors (on the CPU); with TINY=1 all at a tiny size on the CPU
-             plans (short runs beside their plans; needs no MPS), papers (their tables, on the CPU)
+             plans (short runs beside their plans; needs no MPS)
              one GPU of 141 GB:  table, long, coat (saved activations; libraries to compare with:
              liger-kernel, torchao), offload (8B models at 32k and 64k tokens; bitsandbytes)
              emulated hosts:  stages2, stages4 (pipelines; where stages share GPUs, CUDA's MPS lets
@@ -46,7 +46,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
         nvlink | rates | slow | compile | memory | gradients | kernels | pipelines) parts+=("$1") ;;
         table | long | coat | offload | stages2 | stages4 | split) parts+=("$1") ;;
-        recipes | layouts | trainer | reductions | errors | plans | papers) parts+=("$1") ;;
+        recipes | layouts | trainer | reductions | errors | plans) parts+=("$1") ;;
         *) usage >&2; exit 2 ;;
     esac
     shift
@@ -144,11 +144,6 @@ plans() {  # what is planned later, elsewhere, too: `--only-plan` goes on with t
     local only=(--only-measure)
     [ -z "${TINY:-}" ] || only=(--tiny --steps 3 --only "GPT-125M;pipeline, 2 nodes, 10gbit")
     timeout 580 "$PYTHON" benchmarks/plan_accuracy.py "${only[@]}" --json "$results/plan_accuracy.json"
-}
-papers() {
-    local only=()
-    [ -z "${TINY:-}" ] || only=(--only COAT --row "7B, 4 GPUs, BF16: all")
-    timeout 3600 "$PYTHON" benchmarks/plan_papers.py "${only[@]}" --json "$results/plan_papers.json"
 }
 gradients() {
     local status=0 rate

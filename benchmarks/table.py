@@ -43,7 +43,6 @@ ROWS = {
     "offload_timeline": ("rows", ""),
     "optimizer": ("cases", ""),
     "plan_accuracy": ("shown", ""),
-    "plan_papers": ("rows", ""),
     "pretrained": ("rows", ""),
     "pretrained_boundaries": ("rows", ""),
     "slow_network": ("rows", ""),

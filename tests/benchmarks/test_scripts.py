@@ -63,17 +63,6 @@ def test_plans_are_compared_with_runs(run: Run, tmp_path: Path, name: str) -> No
     assert "planned" not in run(*options)
 
 
-def test_tables_of_papers_have_rows(load: Load) -> None:
-    papers = load("plan_papers")
-    rows = [row for table in papers.TABLES.values() for row in table()]
-    assert len({(row.table, row.name) for row in rows}) == len(rows) > 50
-    assert {row.cluster for row in rows} <= set(papers.CLUSTERS)
-    for row in rows:
-        for each in row.runs:
-            assert each.gpus % (each.stages * each.tensor_parallel) == 0
-            assert each.tokens > 0
-
-
 def test_script_that_needs_a_gpu_imports(load: Load) -> None:
     assert callable(load("optimizer").main)
 

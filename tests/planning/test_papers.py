@@ -1,7 +1,6 @@
 """Rows of papers' tables that a plan meets, from shortened models.
 
 Layers are alike, so what 32 of them need follows from runs with two and three.
-``benchmarks/plan_papers.py`` plans the whole tables.
 """
 
 from __future__ import annotations
