@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -88,12 +89,24 @@ def alike_ranks(rank: int, world_size: int) -> Iterator[None]:
         "new_group": new_group,
     }
     with ExitStack() as stack:
+        # Operators on DTensors return cached meshes that are equal: with the groups of another
+        # rank, which was simulated before, or of this one in a training that follows.
+        _forget_meshes()
+        stack.callback(_forget_meshes)
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(dist, name, function))
         yield
+
+
+def _forget_meshes() -> None:
+    """Clear the caches of DTensor's operators, which hold the meshes of their results."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # of the dispatch in C++
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def stay_in_process(trainer: Trainer) -> None:

@@ -26,7 +26,7 @@ from lq_lightning.planning import plan as planning
 from lq_lightning.planning.config import python_program
 from lq_lightning.planning.machine import make_machine
 from lq_lightning.planning.memory import KINDS
-from lq_lightning.planning.plan import Choice, Plan, Simulations, equal_between_ends
+from lq_lightning.planning.plan import Choice, Layout, Plan, Simulations, equal_between_ends
 from lq_lightning.planning.prices import price
 from lq_lightning.planning.trace import Operator
 from lq_lightning.strategies.quantized_pipeline import PipelineLayout
@@ -173,6 +173,24 @@ def test_ranks_in_the_middle_that_differ_are_simulated() -> None:
     assert peaks[3] - max(peaks[:3] + peaks[4:]) > 16 * wide
     kept = [ActivationQuantization("agoq"), StageBitCompensation()]
     assert len(_pipeline(5, callbacks=kept)[0].traces) == 5
+
+
+class SplitNet(Net):
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+def test_stages_of_tensor_parallel_ranks_are_planned_one_after_another() -> None:
+    """Each has groups of its own, though torch takes their meshes for equal."""
+    strategy = QuantizedPipelineStrategy(
+        2, num_microbatches=2, tensor_parallel_size=2, tensor_parallel="auto"
+    )
+    run = python_program(SplitNet, {"strategy": strategy})
+    machine = make_machine("H100", nodes=2, gpus_per_node=4, network="1gbit")
+    batch = torch.zeros(2, 4, dtype=torch.int64)
+    simulated = Simulations(run=run, batch=batch, origin="here", machine=machine)()
+    assert simulated.layout == Layout(data_parallel=2, tensor_parallel=2, pipeline=2)
+    assert [trace.rank for trace in simulated.traces] == [0, 4]
 
 
 @pytest.mark.parametrize(
