@@ -64,7 +64,7 @@ def _check(plan: Plan) -> None:
             assert error <= (0.05 if index else 1e-5), (index, error)
 
 
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=250)
 @hypothesis.given(plans())
 def test_generated_modules(plan: Plan) -> None:
     _check(plan)
@@ -107,7 +107,7 @@ def test_rarer_spellings_are_recognized(module: type[nn.Module], site: str) -> N
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=20_000)
+@hypothesis.settings(max_examples=5_000)
 @hypothesis.given(plans())
 def test_many_generated_modules(plan: Plan) -> None:
     _check(plan)
