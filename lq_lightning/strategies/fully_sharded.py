@@ -8,7 +8,7 @@ Lightning's hooks are passed on to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -99,7 +99,7 @@ from lq_lightning.strategies.tensor_parallel import (
     gather_over_data_ranks,
     keeps_parameters,
 )
-from lq_lightning.strategies.tensor_plans import parallelize_automatically
+from lq_lightning.strategies.tensor_plans import Draft, draft_plans, parallelize_automatically
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -201,7 +201,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def place_module(self, module: LightningModule) -> None:
         """Shard the module and move it; called by each Trainer method, also for a placed module."""
-        self._parallelize(module)
+        self._parallelize(module, self._draft_plans(module))
         self._shard_once(module)
         initialize_root(cast(FSDPModule, module))
         register_evaluation_steps(module)
@@ -424,13 +424,17 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._checkpointer.run_deferred_load()  # only called on the single-device path
         return model
 
-    def _parallelize(self, module: LightningModule) -> None:
-        """Cut a whole module for tensor-parallel ranks as the option says."""
+    def _draft_plans(self, module: LightningModule) -> tuple[Draft, ...]:
+        """What of a whole module is split for tensor-parallel ranks, as the option says."""
         if self._options.tensor_parallel is None or self._tensor.size == 1 or sharded(module):
-            return
-        owner = type(self).__name__
-        plan = parallelize_automatically(module, self.device_mesh[TENSOR], owner=owner)
-        rank_zero_info(plan.summary())
+            return ()
+        return draft_plans(module, self._tensor.size, owner=type(self).__name__)
+
+    def _parallelize(self, module: LightningModule, drafts: Sequence[Draft]) -> None:
+        """Split a module, or what a pipeline has left of it, for tensor-parallel ranks."""
+        if drafts:
+            plan = parallelize_automatically(module, self.device_mesh[TENSOR], drafts)
+            rank_zero_info(plan.summary())
 
     def _shard_once(self, module: LightningModule) -> None:
         known = sharded(module)

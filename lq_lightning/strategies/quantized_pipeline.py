@@ -296,11 +296,12 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             return
         check_not_compiled(self._pipeline_options.schedule, module)
         known = cut_of(module)
+        drafts = self._draft_plans(module)  # before it is cut
         record = known or self._cut_now(module, ranks)
         if known is not None:
             check_settings(module, known.settings, self.settings())
         if ranks.share_layers:
-            self._parallelize(module)  # knows from layers that are missing that this is a stage
+            self._parallelize(module, drafts)
             self._shard_once(module)
             initialize_root(cast(FSDPModule, module))
         else:

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -87,20 +87,27 @@ class TensorParallelPlan(NamedTuple):
         return "\n".join(["tensor_parallel='auto':", *(f"  {x}" for x in (*lines, *self.notes))])
 
 
-def parallelize_automatically(
-    module: nn.Module, mesh: DeviceMesh, *, owner: str
-) -> TensorParallelPlan:
-    """Split the models in a module over tensor-parallel ranks, before ``fully_shard``.
+class Draft(NamedTuple):
+    """What will be done to a model of a module, by names within it: all checks have passed."""
 
-    Everything is checked before anything is changed. All ranks of the mesh call this with the same
-    module, which may lack layers of other pipeline stages and may be on the meta device. Values of
-    the mesh's first rank are taken.
+    name: str
+    styles: Mapping[str, str | ParallelStyle]
+    vocabulary: tuple[str, ...]
+    splits_tokens: bool
+    notes: tuple[str, ...]
+
+
+def draft_plans(module: nn.Module, ranks: int, *, owner: str) -> tuple[Draft, ...]:
+    """Decide what of a whole module is split; to be asked before a pipeline cuts it.
+
+    A stage alone does not know whether the head that it has is tied to an embedding, or whether
+    the last norm is missing elsewhere.
 
     Args:
         module: Contains Hugging Face models, or modules with a method ``tensor_parallel_plan()``
             that returns names of submodules (``*`` is any one part) with Hugging Face's style
             names; or with torch's ``ParallelStyle``s, which are then applied as they are.
-        mesh: The tensor-parallel axis.
+        ranks: Ranks of the tensor-parallel axis.
         owner: Who asks, for errors: the class of the strategy.
 
     Raises:
@@ -114,21 +121,47 @@ def parallelize_automatically(
             "Hugging Face models bring one if their config has a `base_model_tp_plan`. Give your "
             f"model a method:\n{_EXAMPLE}\nor call `parallelize_module` in `configure_model`."
         )
-    drafts = [_draft(name, model, mesh.size(), owner) for name, model in models]
+    return tuple(_draft(name, model, ranks, owner) for name, model in models)
+
+
+def parallelize_automatically(
+    module: nn.Module, mesh: DeviceMesh, drafts: Sequence[Draft]
+) -> TensorParallelPlan:
+    """Split the models in a module over tensor-parallel ranks, before ``fully_shard``.
+
+    All ranks of the mesh call this with the same module, which may lack layers of other pipeline
+    stages and may be on the meta device. Values of the mesh's first rank are taken.
+
+    Args:
+        module: The module.
+        mesh: The tensor-parallel axis.
+        drafts: Result of :func:`draft_plans` for the whole module.
+    """
     check_alike(module, mesh.get_group())
     broadcast_module_states(module, parameters=True, group=mesh.get_group())
-    return _apply(module, mesh, drafts)
+    return _apply(module, mesh, [_part(module, draft) for draft in drafts])
 
 
-class _Draft(NamedTuple):
-    """What will be done to a model: all checks have passed."""
+class _Part(NamedTuple):
+    """What of a draft concerns the modules that are here."""
 
     name: str
     model: nn.Module
     styles: Mapping[str, str | ParallelStyle]
-    vocabulary: list[str]
+    vocabulary: tuple[str, ...]
     layers: SplitLayers | None
-    notes: list[str]
+    notes: tuple[str, ...]
+
+
+def _part(module: nn.Module, draft: Draft) -> _Part:
+    model = module.get_submodule(draft.name)
+    here = {name for name, each in model.named_modules() if not hasattr(each, "absent_name")}
+    styles = {name: style for name, style in draft.styles.items() if name in here}
+    vocabulary = tuple(name for name in draft.vocabulary if name in here)
+    layers = find_layers(model, styles) if draft.splits_tokens else None
+    if isinstance(layers, str):
+        raise AssertionError(f"the whole model can split tokens, but a part cannot: {layers}")
+    return _Part(draft.name, model, styles, vocabulary, layers, draft.notes)
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -144,7 +177,7 @@ def _models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _draft(name: str, model: nn.Module, ranks: int, owner: str) -> _Draft:
+def _draft(name: str, model: nn.Module, ranks: int, owner: str) -> Draft:
     who = f'`{owner}(tensor_parallel="auto")`: `{type(model).__name__}`'
     own = getattr(model, PROTOCOL, None)
     plan = own() if callable(own) else own
@@ -152,7 +185,7 @@ def _draft(name: str, model: nn.Module, ranks: int, owner: str) -> _Draft:
     if any(isinstance(style, ParallelStyle) for style in styles.values()):
         if not all(isinstance(style, ParallelStyle) for style in styles.values()):
             raise ValueError(f"{who} mixes names of styles with torch's styles in its plan.")
-        return _Draft(name, model, styles, [], None, [])
+        return Draft(name, styles, (), False, ())
     if not any(style in _SPLIT and LAYER_NUMBER.match(n) for n, style in styles.items()):
         raise NotImplementedError(
             f"{who} brings no plan for its layers. Give it a method (in a subclass):\n{_EXAMPLE}\n"
@@ -164,10 +197,10 @@ def _draft(name: str, model: nn.Module, ranks: int, owner: str) -> _Draft:
         styles[part] = _EMBEDDING if embedding else "vocabulary head"
     _check_sizes(model, styles, ranks, who)
     found = find_layers(model, styles)
-    if isinstance(found, str):
+    whole_tokens = isinstance(found, str)
+    if whole_tokens:
         notes.append(f"all ranks have all tokens of `{type(model).__name__}`: {found}")
-    layers = None if isinstance(found, str) else found
-    return _Draft(name, model, styles, vocabulary, layers, notes)
+    return Draft(name, styles, tuple(vocabulary), not whole_tokens, tuple(notes))
 
 
 def _with_parameters(model: nn.Module) -> dict[str, Any]:
@@ -177,15 +210,14 @@ def _with_parameters(model: nn.Module) -> dict[str, Any]:
 
 def _expand(model: nn.Module, plan: Mapping[str, Any], who: str, *, strict: bool) -> dict[str, Any]:
     """Styles of the modules that are here, by name; parameters and unknown styles are refused."""
-    here = {n: m for n, m in model.named_modules() if not hasattr(m, "absent_name")}
-    whole = len(here) == len(list(model.modules()))  # no placeholders of a pipeline
     modules, styles = _with_parameters(model), dict[str, Any]()
     names = [*modules, *(name for name, _ in model.named_parameters())]
+    everywhere = [name for name, _ in model.named_modules()]
     for pattern, style in plan.items():
         matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
         torch_style = isinstance(style, ParallelStyle)
-        found = list(filter(matches, here if torch_style else names))
-        if not found and strict and whole:
+        found = list(filter(matches, everywhere if torch_style else names))
+        if not found and strict:
             raise ValueError(f"{who}: `{pattern}` of its plan names nothing in the model.")
         for name in found:
             if torch_style:
@@ -306,44 +338,44 @@ def _check_sizes(model: nn.Module, styles: Mapping[str, str], ranks: int, who: s
         )
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, drafts: list[_Draft]) -> TensorParallelPlan:
+def _apply(module: nn.Module, mesh: DeviceMesh, parts: list[_Part]) -> TensorParallelPlan:
     ties = defaultdict(list)
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             ties[parameter].append((child, name))
     styles: dict[str, str] = {}
-    for draft in drafts:
-        tokens = draft.layers and TokenShares(mesh, draft.layers)
-        for layer in () if tokens else _first_layers(draft):
+    for part in parts:
+        tokens = part.layers and TokenShares(mesh, part.layers)
+        for layer in () if tokens else _first_layers(part):
             layer.register_forward_pre_hook(Proof(layer, mesh), with_kwargs=True)
-        for name, style in draft.styles.items():
-            _split(draft.model.get_submodule(name), style, mesh, tokens)
-            styles[".".join(filter(None, (draft.name, name)))] = str(style)
-        if draft.layers and tokens:
-            tokens.install(draft.layers)
-        if any(isinstance(style, ParallelStyle) for style in draft.styles.values()):
-            draft.model.register_forward_hook(_plain_output)
+        for name, style in part.styles.items():
+            _split(part.model.get_submodule(name), style, mesh, tokens)
+            styles[".".join(filter(None, (part.name, name)))] = str(style)
+        if part.layers and tokens:
+            tokens.install(part.layers)
+        if any(isinstance(style, ParallelStyle) for style in part.styles.values()):
+            part.model.register_forward_hook(_plain_output)
     for old, places in ties.items():
         new = getattr(*places[0])
         new.requires_grad_(old.requires_grad)
         new.__dict__.update(old.__dict__)
         for child, name in places[1:]:
             setattr(child, name, new)
-    prefixed = [(f"{draft.name}." if draft.name else "", draft) for draft in drafts]
+    prefixed = [(f"{part.name}." if part.name else "", part) for part in parts]
     return TensorParallelPlan(
         styles,
-        tuple(draft.name or type(draft.model).__name__ for draft in drafts if draft.layers),
-        tuple(prefix + name for prefix, draft in prefixed for name in draft.vocabulary),
-        tuple(note for draft in drafts for note in draft.notes),
+        tuple(part.name or type(part.model).__name__ for part in parts if part.layers),
+        tuple(prefix + name for prefix, part in prefixed for name in part.vocabulary),
+        tuple(note for part in parts for note in part.notes),
     )
 
 
-def _first_layers(draft: _Draft) -> Iterator[nn.Module]:
+def _first_layers(part: _Part) -> Iterator[nn.Module]:
     """First layers of all lists, unless torch's styles may give them parts of their input."""
-    named = [n for n, style in draft.styles.items() if not isinstance(style, ParallelStyle)]
+    named = [n for n, style in part.styles.items() if not isinstance(style, ParallelStyle)]
     for start in {m.group() for m in map(LAYER_NUMBER.match, named) if m}:
         if re.fullmatch(r"(?:.*\.)?0\.", start):
-            yield draft.model.get_submodule(start[:-1])
+            yield part.model.get_submodule(start[:-1])
 
 
 def _split(

@@ -47,7 +47,7 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and small
 
 
-def find_layers(model: nn.Module, styles: Mapping[str, str]) -> SplitLayers | str:
+def find_layers(model: nn.Module, styles: Mapping[str, object]) -> SplitLayers | str:
     """Find where tokens can be split, or say why they cannot."""
     found = map(LAYER_NUMBER.match, styles)
     prefixes = {match.group(1) for match in found if match}

@@ -43,17 +43,28 @@ class Planned(ParallelLM):
         return {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
 
 
+class WithVocabulary(Planned):
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"embedding": "embedding_rowwise", **super().tensor_parallel_plan()}
+
+
 class Module(ParallelModule):
     """Hidden states between layers by ``form``, which is None in one process.
 
     ``"replicated"``, ``"sequence"``: plain tensors. ``"DTensor"``: placed as replicated.
     ``"DTensor shares"``: placed along tokens. ``"auto"``: the first layer cuts the tokens.
+    ``bare``: without a last norm no layer can cut them, and the plan names the embedding but not
+    the head, which is tied to it.
     """
 
-    def __init__(self, form: str | None, tied: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, form: str | None, tied: bool = False, dropout: float = 0.0, bare: bool = False
+    ) -> None:
         super().__init__(None if form is None else form not in ("replicated", "DTensor"))
         self.form, self.tied = form, tied
-        self.net.__class__ = Planned
+        self.net.__class__ = WithVocabulary if bare else Planned
+        if bare:
+            self.net.norm = nn.Identity()  # type: ignore[assignment]
         for block in self.net.blocks:
             block.mlp = nn.Sequential(block.mlp, nn.Dropout(dropout)) if dropout else block.mlp
         self._tie()
@@ -63,7 +74,7 @@ class Module(ParallelModule):
             self.net.head.weight = self.net.embedding.weight
 
     def configure_model(self) -> None:
-        if self.form is None or self.form == "auto":
+        if self.form is None or self.form.startswith("auto"):
             return
         styles = plan(self.depth, bool(self.sequence))
         if any(isinstance(block.mlp, nn.Sequential) for block in self.net.blocks):
@@ -196,6 +207,7 @@ FORMS = {
     "DTensor": ({"schedule": "zero_bubble"}, {"tied": True}),
     "DTensor shares": ({}, {}),
     "auto": ({"tensor_parallel": "auto", "schedule": "zero_bubble"}, {"tied": True}),
+    "auto, bare": ({"tensor_parallel": "auto"}, {"tied": True, "bare": True}),
 }
 
 
@@ -224,3 +236,4 @@ def test_hidden_states_of_all_forms_cross_boundaries(tmp_path: Any) -> None:
         # ranks with shares of the tokens send half as much each
         assert found["DTensor"]["bytes"] == 2 * found["DTensor shares"]["bytes"]
         assert found["auto"]["bytes"] == found["DTensor shares"]["bytes"]
+        assert found["auto, bare"]["bytes"] == found["DTensor"]["bytes"]

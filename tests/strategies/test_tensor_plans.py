@@ -25,7 +25,11 @@ from torch.utils.data import DataLoader
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.strategies.sharded_logits import ShardedLogits
-from lq_lightning.strategies.tensor_plans import parallelize_automatically
+from lq_lightning.strategies.tensor_plans import (
+    TensorParallelPlan,
+    draft_plans,
+    parallelize_automatically,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 VOCABULARY = 32
@@ -41,6 +45,11 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def split_plan(module: nn.Module, mesh: Any) -> TensorParallelPlan:
+    drafts = draft_plans(module, mesh.size(), owner="S")
+    return parallelize_automatically(module, mesh, drafts)
 
 
 def _hugging_face(kind: str, **options: Any) -> nn.Module:
@@ -163,7 +172,7 @@ def _full(gradient: Tensor) -> Tensor:
 def _equals_one_process(mesh: DeviceMesh, case: Case, length: int) -> None:
     single = _random(case.make())
     several = copy.deepcopy(single)
-    plan = parallelize_automatically(several, mesh, owner="S")
+    plan = split_plan(several, mesh)
     assert len(plan.vocabulary) == case.vocabulary
     assert bool(plan.tokens) is case.split_tokens
     torch.manual_seed(4)
@@ -200,7 +209,7 @@ def _all_equal_one_process(mesh: DeviceMesh) -> None:
 def _split_llama(mesh: DeviceMesh) -> tuple[Any, Any, Tensor]:
     single = _random(_hugging_face("llama")).eval()
     several = copy.deepcopy(single)
-    parallelize_automatically(several, mesh, owner="S")
+    split_plan(several, mesh)
     return single, several, torch.arange(8).view(1, 8) + 3
 
 
@@ -310,7 +319,7 @@ WRONG: dict[str, Callable[[], nn.Module]] = {
 def _wrong_plans_are_found(mesh: DeviceMesh) -> None:
     for name, make in WRONG.items():
         model = make()
-        plan = parallelize_automatically(model, mesh, owner="S")
+        plan = split_plan(model, mesh)
         assert bool(plan.tokens) is (name != "no shares")
         first: Any = next(iter(model.blocks))  # type: ignore[arg-type]
         for parameter in first.parameters():
@@ -323,7 +332,7 @@ def _wrong_plans_are_found(mesh: DeviceMesh) -> None:
 def _later_is_not_too_late(mesh: DeviceMesh) -> None:
     """A layer that starts as the identity says nothing about its plan until it has learned."""
     model: Any = _heads()
-    parallelize_automatically(model, mesh, owner="S")
+    split_plan(model, mesh)
     down = model.blocks[0].inner.down
     values = down.weight.detach().clone()
     for parameter in down.parameters():
@@ -515,5 +524,5 @@ def test_refusals_come_before_changes(kind: str) -> None:
     before = {name: id(p) for name, p in model.named_parameters()}
     three: Any = SimpleNamespace(size=lambda: 3)
     with pytest.raises((NotImplementedError, ValueError), match=message):
-        parallelize_automatically(model, three, owner="S")
+        split_plan(model, three)
     assert before == {name: id(p) for name, p in model.named_parameters()}
