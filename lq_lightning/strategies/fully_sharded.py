@@ -426,12 +426,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def _draft_plans(self, module: LightningModule) -> tuple[Draft, ...]:
         """What of a whole module is split for tensor-parallel ranks, as the option says."""
-        if self._options.tensor_parallel is None or self._tensor.size == 1 or sharded(module):
-            return ()
-        return draft_plans(module, self._tensor.size, owner=type(self).__name__)
+        wanted = self._options.tensor_parallel and self._tensor.size > 1 and not sharded(module)
+        return draft_plans(module, self._tensor.size, owner=type(self).__name__) if wanted else ()
 
     def _parallelize(self, module: LightningModule, drafts: Sequence[Draft]) -> None:
-        """Split a module, or what a pipeline has left of it, for tensor-parallel ranks."""
         if drafts:
             plan = parallelize_automatically(module, self.device_mesh[TENSOR], drafts)
             rank_zero_info(plan.summary())

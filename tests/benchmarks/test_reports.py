@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-SETTLED = {"5b07bc7", "ac819df"}  # in which studies can be run that are no longer kept
+SETTLED = {"5b07bc7", "6574dfd", "ac819df"}  # in which studies can be run that are no longer kept
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
