@@ -181,6 +181,7 @@ class TokenShares:
         self._proof = layers.first and Proof(layers.first, mesh)
         self._cut = layers.cut or layers.first is None or layers.last_norm is None
         self._all_asked = False
+        self._layers_ran = layers.first is None  # which the last norm follows
         self.split = self._cut
         # By number of tokens in a layer: whether they were shares, in forwards before a backward
         self._past: dict[int, set[bool]] = {}
@@ -192,6 +193,8 @@ class TokenShares:
 
     def install(self, found: SplitLayers) -> None:
         """Register the hooks; those of ``SequenceParallel`` run between two of ours."""
+        if found.last_norm is not None:
+            found.last_norm.register_forward_pre_hook(self._check_order)
         for norm in (*found.norms, *filter(None, (found.last_norm,))):
             norm.register_forward_pre_hook(self._to_norm)
             parallelize_module(norm, self._mesh, SequenceParallel(), src_data_rank=None)
@@ -213,6 +216,16 @@ class TokenShares:
     def rows(self, output: DTensor) -> Tensor:
         """Sum the parts of a row-wise layer's output, for this rank's tokens."""
         return output.redistribute(placements=[self._placement]).to_local()
+
+    def _check_order(self, norm: nn.Module, args: Any) -> None:
+        """Refuse a norm in front of the layers: behind them nothing would gather the tokens."""
+        if not self._layers_ran:
+            raise NotImplementedError(
+                f"`{type(norm).__name__}`, the only norm beside the layers, runs in front of them. "
+                '`tensor_parallel="auto"` splits the tokens between layers and gathers them in a '
+                "norm behind the last one. Add one there, or call `parallelize_module` in "
+                "`configure_model` and leave `tensor_parallel` out."
+            )
 
     def _to_norm(self, norm: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """Tell ``SequenceParallel``, which then cuts whole tokens, what this rank has."""
@@ -246,6 +259,7 @@ class TokenShares:
 
     def _scatter(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         """Decide for this forward, and cut the tokens."""
+        self._layers_ran = True
         key, x = _hidden(args, kwargs)
         ranks = self._mesh.size()
         self.split = x.dim() == 3 and x.shape[1] % ranks == 0 and not self._all_asked

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from lq_testing.cases import on_ranks, rank_tests
 from lq_testing.lightning_models import PLAIN, Losses, run_trainer, trainer
-from lq_testing.tensor_models import ParallelModule, batch
+from lq_testing.tensor_models import Block, ParallelModule, batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -329,6 +329,26 @@ def _wrong_plans_are_found(mesh: DeviceMesh) -> None:
             model(x)
 
 
+class NormInFront(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.blocks = nn.LayerNorm(8), nn.ModuleList([Block(8), Block(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _a_norm_in_front_gathers_nothing(mesh: DeviceMesh) -> None:
+    """A mean over the output would be one of this rank's tokens, without a word."""
+    model = _with({"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}, NormInFront())
+    split_plan(model, mesh)
+    with pytest.raises(NotImplementedError, match="`LayerNorm`, the only norm.* in front of them"):
+        model(torch.randn(1, 6, 8))
+
+
 def _later_is_not_too_late(mesh: DeviceMesh) -> None:
     """A layer that starts as the identity says nothing about its plan until it has learned."""
     model: Any = _heads()
@@ -422,6 +442,7 @@ def _logits_are_whole(mesh: DeviceMesh) -> None:
 CHECKS = (
     _logits_are_whole,
     _wrong_plans_are_found,
+    _a_norm_in_front_gathers_nothing,
     _later_is_not_too_late,
     _answers_beside_training,
 )
